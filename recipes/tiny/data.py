@@ -46,12 +46,11 @@ def load_conversations(folder: str | Path, seed: int, held_out: int = 0) -> tupl
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
 
 
-def tokenize(rows: Dataset, tokenizer, seed: int, max_length: int) -> Dataset:
-    """Adds `input_ids` and `length` (tokens, at most `max_length`) and drops the text."""
+def tokenize(rows: Dataset, tokenizer, seed: int) -> Dataset:
+    """Conversations in their chat form, as `input_ids` alone."""
 
     def render(row: dict) -> dict:
         messages = split_reasoning(row["messages"], row["id"], seed)
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)[:max_length]
-        return {"input_ids": ids, "length": len(ids)}
+        return {"input_ids": tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)}
 
     return rows.map(render, remove_columns=rows.column_names, desc="tokenize")

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
+from trl.data_utils import pack_dataset
 
 
 @dataclass
@@ -33,7 +34,9 @@ class TargetArguments:
     data: str = field(metadata={"help": "Folder of JSON lines with `messages`."})
     tokenizer: str = field(metadata={"help": "Folder of the tokenizer (`train_tokenizer.py`)."})
     model: dict = field(default_factory=dict, metadata={"help": "Fields of `DeepseekV4Config`."})
-    max_length: int = field(default=1024, metadata={"help": "Longer rows are cut here (tokens)."})
+    row_length: int = field(
+        default=512, metadata={"help": "Tokens in a training row: whole conversations, packed; longer ones are split."}
+    )
     held_out: int = field(default=400, metadata={"help": "Rows set aside for the evaluation loss."})
     balance_rate: float = field(default=1e-3, metadata={"help": "Step of the routers' balance bias; 0 leaves it 0."})
 
@@ -78,28 +81,38 @@ def build_target(fields: dict, tokenizer) -> DeepseekV4ForCausalLM:
     return model
 
 
+class EagerEvaluation(Trainer):
+    """Evaluates without the compiled layers, which were compiled for training's shape and gradients."""
+
+    def evaluate(self, *args, **kwargs):
+        with torch.compiler.set_stance("force_eager"):
+            return super().evaluate(*args, **kwargs)
+
+
 def main() -> None:
     args, training_args = TrlParser((TargetArguments, TrainingArguments)).parse_args_and_config()
     set_seed(training_args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     train, held_out = (
-        tokenize(rows, tokenizer, training_args.seed, args.max_length)
+        pack_dataset(tokenize(rows, tokenizer, training_args.seed), args.row_length, strategy="bfd_split")
         for rows in load_conversations(args.data, training_args.seed, args.held_out)
     )
     model = build_target(args.model, tokenizer)
     model.set_experts_implementation("grouped_mm")
-    # Most of the time of a small target is the Sinkhorn iterations' tiny operations: fuse them. Training only.
-    deepseek_v4.DeepseekV4HyperConnection.forward = torch.compile(
-        deepseek_v4.DeepseekV4HyperConnection.forward, dynamic=True
+    # Most of a small target's time goes to small elementwise operations (Sinkhorn iterations, four streams): fuse them.
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    tokens = sum(map(len, train["input_ids"]))
+    print(
+        f"target: {model.num_parameters():,} parameters, {tokens:,} training tokens in {len(train):,} rows", flush=True
     )
-    print(f"target: {model.num_parameters():,} parameters, {sum(train['length']):,} training tokens")
-    trainer = Trainer(
+    trainer = EagerEvaluation(
         model=model,
         args=training_args,
-        train_dataset=train,
-        eval_dataset=held_out,
+        train_dataset=train.select_columns("input_ids"),
+        eval_dataset=held_out.select_columns("input_ids"),
         processing_class=tokenizer,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=args.row_length),
         callbacks=[ExpertBalance(model, args.balance_rate)] if args.balance_rate else None,
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(training_args.output_dir))
