@@ -81,7 +81,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         head_dim (`int`): Width of a head.
         hidden_act (`str`): Activation of the MLP.
         rms_norm_eps (`float`): Epsilon of the body's norms.
-        rope_parameters (`dict`, *optional*): Rotary settings, as in transformers; plain RoPE at base 10,000 by default.
+        rope_parameters (`dict`, *optional*): Rotary settings, as in transformers; plain RoPE of base 10,000 if not
+            given.
         max_position_embeddings (`int`): Longest sequence, in tokens.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; all full by
             default.
@@ -205,7 +206,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         self._require(
             "layer_types",
             len(self.layer_types) == self.num_hidden_layers,
-            f"{self.num_hidden_layers} entries, one a layer",
+            f"one entry a layer, {self.num_hidden_layers}",
         )
         self._require("layer_types", set(self.layer_types) <= set(LAYER_TYPES), f"entries out of {LAYER_TYPES}")
         self._require("block_size", self.block_size >= 2, "at least 2: the anchor and one mask slot")

@@ -99,7 +99,7 @@ def main() -> None:
     )
     model = build_target(args.model, tokenizer)
     model.set_experts_implementation("grouped_mm")
-    # Most of a small target's time goes to small elementwise operations (Sinkhorn iterations, four streams): fuse them.
+    # Most of a small target's time goes to small elementwise operations (Sinkhorn iterations, streams): fuse them.
     for layer in model.model.layers:
         layer.compile(dynamic=False)
     tokens = sum(map(len, train["input_ids"]))
