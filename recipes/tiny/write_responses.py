@@ -1,0 +1,105 @@
+"""Let the target answer the prompts of the training data: the text that its drafter is trained on.
+
+    python recipes/tiny/write_responses.py --data DATA --target runs/target --output runs/responses.jsonl
+
+Prompts of equal length are answered together, since DeepSeek-V4's compressors do not know about padding. Each finished
+batch is appended as rows `{"id", "input_ids", "assistant_masks", "temperature", "thinking"}`; a rerun goes on where
+the file ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from data import load_conversations
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+
+def render_prompts(rows, tokenizer, temperatures: list[float], thinking_share: float, seed: int) -> list[dict]:
+    """`{"id", "input_ids", "temperature", "thinking"}` for each row: everything before its last answer."""
+    prompts = []
+    for row in rows:
+        draw = random.Random(f"{seed}/{row['id']}")
+        temperature, thinking = draw.choice(temperatures), draw.random() < thinking_share
+        ids = tokenizer.apply_chat_template(
+            row["messages"][:-1], add_generation_prompt=True, thinking=thinking, return_dict=False
+        )
+        prompts.append({"id": row["id"], "input_ids": ids, "temperature": temperature, "thinking": thinking})
+    return prompts
+
+
+def batches_of_equal_length(prompts: list[dict], batch_size: int, seed: int) -> list[list[dict]]:
+    """Batches whose prompts share length and temperature, in random order."""
+    groups = defaultdict(list)
+    for prompt in prompts:
+        groups[len(prompt["input_ids"]), prompt["temperature"]].append(prompt)
+    batches = [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
+    random.Random(seed).shuffle(batches)
+    return batches
+
+
+@torch.inference_mode()
+def answer(target, batch: list[dict], max_new_tokens: int) -> list[list[int]]:
+    """The new tokens of each row, up to and with the end token."""
+    temperature = batch[0]["temperature"]
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    input_ids = torch.tensor([prompt["input_ids"] for prompt in batch])  # [batch, prompt]
+    output = target.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **sampling
+    )
+    end = target.generation_config.eos_token_id
+    answers = []
+    for row in output[:, input_ids.shape[1] :].tolist():
+        answers.append(row[: row.index(end) + 1] if end in row else row)
+    return answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", required=True, help="folder of JSON lines with `messages`")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--prompts", type=int, default=8000)
+    parser.add_argument("--max-prompt-length", type=int, default=320, help="longer prompts are left out (tokens)")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=48)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.0, 0.7, 1.0])
+    parser.add_argument("--thinking-share", type=float, default=0.3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    rows, _ = load_conversations(args.data, args.seed)
+    rows = rows.select(range(min(args.prompts, len(rows))))
+    prompts = render_prompts(rows, tokenizer, args.temperatures, args.thinking_share, args.seed)
+    prompts = [prompt for prompt in prompts if len(prompt["input_ids"]) <= args.max_prompt_length]
+
+    output = Path(args.output)
+    done = set()
+    if output.exists():
+        done = {json.loads(line)["id"] for line in output.read_text(encoding="utf-8").splitlines()}
+    batches = batches_of_equal_length([p for p in prompts if p["id"] not in done], args.batch_size, args.seed)
+    progress = tqdm(total=len(prompts), initial=len(done), unit="prompt", mininterval=10)
+    with output.open("a", encoding="utf-8") as file:
+        for batch in batches:
+            set_seed(args.seed + batch[0]["input_ids"][-1] + len(done))
+            answers = answer(target, batch, args.max_new_tokens)
+            lines = []
+            for prompt, ids in zip(batch, answers):
+                mask = [0] * len(prompt["input_ids"]) + [1] * len(ids)
+                lines.append(json.dumps({**prompt, "input_ids": prompt["input_ids"] + ids, "assistant_masks": mask}))
+                done.add(prompt["id"])
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+            progress.update(len(batch))
+
+
+if __name__ == "__main__":
+    main()
