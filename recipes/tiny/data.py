@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 
@@ -17,11 +16,6 @@ def data_files(folder: str | Path) -> list[str]:
     if not files:
         raise FileNotFoundError(f"data: no *.jsonl or *.jsonl.gz under {folder!s}, wanted at least one")
     return files
-
-
-def fingerprint(files: list[str]) -> dict[str, str]:
-    """SHA-256 of each file, by file name: what `provenance.json` records."""
-    return {Path(name).name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in files}
 
 
 def split_reasoning(messages: list[dict], row_id: str, seed: int) -> list[dict]:

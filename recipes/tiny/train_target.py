@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 import transformers.models.deepseek_v4.modeling_deepseek_v4 as deepseek_v4
-from data import load_conversations, tokenize
+from data import data_files, load_conversations, tokenize
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -27,6 +27,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 from trl.data_utils import pack_dataset
+
+from hyperdflash.utils.provenance import collect_provenance, file_fingerprints, write_provenance
 
 
 @dataclass
@@ -119,7 +121,17 @@ def main() -> None:
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
-    trainer.save_model(training_args.output_dir)
+    trainer.save_model()
+    write_provenance(
+        training_args.output_dir,
+        collect_provenance(
+            data=file_fingerprints(data_files(args.data)),
+            seed=training_args.seed,
+            steps=trainer.state.global_step,
+            tokens=trainer.state.global_step * training_args.train_batch_size * args.row_length,
+            held_out_loss=metrics["eval_loss"],
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+# ruff: noqa: E501 (the lines of the cards are Markdown)
+"""Write a trained model of the pair to its embedded folder: bfloat16 weights, tokenizer, provenance, model card.
+
+    python recipes/tiny/publish.py target  --model runs/target --output checkpoints/tiny-target
+    python recipes/tiny/publish.py drafter --model runs/stage2 --earlier runs/stage1 --results runs/decoding.json \
+        --output checkpoints/tiny-hyperdflash
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hyperdflash import HyperDFlashModel  # noqa: F401  (registers the drafter)
+from hyperdflash.utils.folders import whole_folder
+from hyperdflash.utils.provenance import write_provenance
+
+SAMPLE_PROMPTS = [
+    "A farmer has 12 cows and buys 8 more. He sells 5 of them. How many cows does he have now?\n"
+    "Please reason step by step, and put your final answer within \\boxed{}.",
+    "What does the command `head` do, and how do I use it?",
+    "Write a Python function that returns the largest number in a list.",
+]
+SOURCES = """\
+GSM8K (MIT); AQuA, StrategyQA, QASC and CREAK in the FLAN collection (Apache-2.0; MIT; CC BY 4.0; MIT); MBPP (CC BY 4.0);
+reasoning-gym's CodeIO (Apache-2.0); TheAlgorithms/Python (MIT); keon/algorithms (MIT); kamyu104/LeetCode-Solutions (MIT);
+exercism/python (MIT); tldr-pages (CC BY 4.0); Open-Assistant model evaluations (Apache-2.0); Taskmaster TM-4 (CC BY 4.0).
+Messages that share a 13-word n-gram with a benchmark prompt were removed. Files and SHA-256: `provenance.json`."""
+
+
+@torch.inference_mode()
+def samples(target, tokenizer) -> str:
+    """Greedy answers to the sample prompts, as Markdown."""
+    texts = []
+    for prompt in SAMPLE_PROMPTS:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        output = target.generate(**inputs, do_sample=False, max_new_tokens=120)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts.append(f"~~~text\n> {prompt}\n\n{answer}\n~~~")
+    return "\n\n".join(texts)
+
+
+def target_card(target, tokenizer, record: dict) -> str:
+    return f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [deepseek_v4, tiny]
+---
+
+# tiny-target: DeepSeek-V4's architecture at {target.num_parameters() / 1e6:.1f} M parameters
+
+A test and demonstration target for hyperdflash: sliding, CSA and HCA layers, 4 residual streams, 64 experts, a
+4,096-token vocabulary, think and non-think. It writes well-formed text in a few narrow domains and knows nothing: do not
+use it for anything else.
+
+* Training: {record["tokens"]:,} tokens in {record["steps"]:,} steps, from scratch (`recipes/tiny` in the hyperdflash
+  repository); held-out loss {record["held_out_loss"]:.3f} nats a token (prompts included).
+* Data: {SOURCES}
+
+## Samples (greedy)
+
+{samples(target, tokenizer)}
+"""
+
+
+def drafter_card(drafter, results: dict) -> str:
+    rows = "\n".join(
+        f"| {name} | {part['prompts']} | {part['identical']} | {part['accepted_length']:.2f} | {part['speedup']:.2f} |"
+        for name, part in results.items()
+        if name != "settings"
+    )
+    settings = results["settings"]
+    return f"""---
+license: apache-2.0
+library_name: transformers
+base_model: tiny-target
+tags: [hyperdflash, dflash, speculative-decoding]
+---
+
+# tiny-hyperdflash: a HyperDFlash drafter for tiny-target
+
+{drafter.num_parameters() / 1e6:.1f} M parameters; reads the target's residual streams before `hc_head`, reduces them with
+gates inherited from it, and drafts {drafter.config.geometry.num_draft_tokens} tokens in one pass. Trained in two stages
+(`recipes/tiny` in the hyperdflash repository), the second on text that the target wrote.
+
+    drafter = AutoModel.from_pretrained(path, trust_remote_code=True)
+    target.generate(**inputs, assistant_model=drafter)
+
+Held-out prompts, greedy, up to {settings["max_new_tokens"]} new tokens, {settings["dtype"]}, {settings["threads"]} CPU
+threads; accepted length counts the bonus token; made by `benchmarks/decoding.py`:
+
+| prompts of | prompts | identical texts | accepted length | speed-up |
+|---|---|---|---|---|
+{rows}
+
+It says how well this drafter agrees with this target, nothing about DeepSeek-V4.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("kind", choices=["target", "drafter"])
+    parser.add_argument("--model", required=True, help="folder of the trained model")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--earlier", nargs="*", default=[], help="folders whose provenance came before")
+    parser.add_argument("--results", help="drafter: the report of benchmarks/decoding.py")
+    args = parser.parse_args()
+    record = json.loads((Path(args.model) / "provenance.json").read_text(encoding="utf-8"))
+    record["earlier"] = [json.loads((Path(e) / "provenance.json").read_text(encoding="utf-8")) for e in args.earlier]
+
+    auto = AutoModelForCausalLM if args.kind == "target" else AutoModel
+    model = auto.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    with whole_folder(args.output, overwrite=True) as folder:
+        model.save_pretrained(folder)
+        if args.kind == "target":
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            tokenizer.save_pretrained(folder)
+            card = target_card(auto.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer, record)
+        else:
+            card = drafter_card(model, json.loads(Path(args.results).read_text(encoding="utf-8")))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_provenance(folder, record)
+
+
+if __name__ == "__main__":
+    main()
