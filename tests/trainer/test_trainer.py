@@ -1,0 +1,317 @@
+"""`HyperDFlashTrainer` end to end on tiny models: what TRL prepares, what is logged, how the loss is normalised."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, PreTrainedTokenizerFast
+from trl import TrlParser
+
+from hyperdflash.generation_hyperdflash import install_hooks
+from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments, TrainArguments, run_train
+from hyperdflash.trainer.blocks import slot_labels
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + ' ' + eos_token }}{% endgeneration %}"
+    "{% else %}{{ ' ' + message['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("CI", "1")  # no telemetry
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    install_hooks()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    words = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, 64)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def documents(count=16, seed=0, low=24, high=40):
+    """Pre-tokenised rows: a prompt of 6 tokens, and an answer."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "assistant_masks": [0] * 6 + [1] * (length - 6)})
+    return Dataset.from_list(rows)
+
+
+def arguments(tmp_path, **overrides):
+    fields = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "num_anchors": 6,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return HyperDFlashTrainingArguments(**fields | overrides)
+
+
+@pytest.fixture
+def make_trainer(target, make_drafter, tokenizer, tmp_path):
+    def make(rows=None, drafter=None, eval_dataset=None, **overrides):
+        return HyperDFlashTrainer(
+            drafter or make_drafter(target),
+            target,
+            arguments(tmp_path, **overrides),
+            rows or documents(),
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+        )
+
+    return make
+
+
+def parameters(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def test_one_batch_of_16_and_4_accumulated_batches_of_4_train_alike(make_trainer):
+    rows = documents(16, low=10, high=60)  # of very different lengths: means of means would not agree
+    whole, split = (
+        make_trainer(rows, per_device_train_batch_size=size, gradient_accumulation_steps=16 // size, max_steps=3)
+        for size in (16, 4)
+    )
+    start = parameters(whole)
+    whole.train(), split.train()
+    for name in ("loss", "grad_norm", "ce", "kl", "accepted_length"):
+        logs = [[entry[name] for entry in trainer.state.log_history if name in entry] for trainer in (whole, split)]
+        assert len(logs[0]) == 3
+        assert logs[0] == pytest.approx(logs[1], rel=1e-5), name
+    torch.testing.assert_close(parameters(whole), parameters(split), rtol=1e-4, atol=1e-6)
+    assert (parameters(whole) - start).abs().max() > 1e-4
+
+
+def test_the_loss_that_is_logged_is_ce_plus_alpha_kl(make_trainer):
+    trainer = make_trainer(kl_weight=0.5)
+    trainer.train()
+    for entry in trainer.state.log_history[:-1]:
+        assert entry["loss"] == pytest.approx(entry["ce"] + 0.5 * entry["kl"], rel=1e-5)
+        acceptance = [entry[f"acceptance_{slot}"] for slot in range(1, 7)]
+        assert acceptance == sorted(acceptance, reverse=True)
+        assert entry["accepted_length"] == pytest.approx(1 + sum(acceptance))
+        assert all(0 < entry[f"gate_{path}"] < 1 for path in range(4))
+
+
+def test_the_teacher_is_the_targets_own_distribution_with_hc_head(make_trainer, target, monkeypatch):
+    """With the target's own collapsed, normed state in place of the drafter's output, the divergence is 0."""
+    import hyperdflash.trainer.trainer as module
+
+    trainer = make_trainer(kl_teacher="hc_head", kl_positions=6)
+
+    def oracle(model, modules, states, input_ids, anchors):
+        collapsed = modules.norm(modules.hc_head(states.residual))  # [b, s, d]
+        before_label = anchors.unsqueeze(-1) + torch.arange(6)  # [b, A, D]: slot k predicts a + k from a + k - 1
+        before_label = before_label.clamp(max=input_ids.shape[1] - 1)
+        return collapsed[torch.arange(len(input_ids))[:, None, None], before_label]
+
+    monkeypatch.setattr(module, "draft_hidden_states", oracle)
+    batch = next(iter(trainer.get_train_dataloader()))
+    _, sums = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert sums.divergence.abs().max() < 1e-4
+    trainer.args.kl_teacher = "mean"
+    _, sums = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert sums.divergence.min() > 1e-2
+
+
+def test_only_assistant_tokens_are_supervised_in_conversations(make_trainer):
+    turns = [("user", "w5 w6 w7"), ("assistant", "w8 w9 w10"), ("user", "w11 w12"), ("assistant", "w13 w14 w15 w16")]
+    rows = Dataset.from_list([{"messages": [{"role": role, "content": text} for role, text in turns]}] * 4)
+    trainer = make_trainer(rows, num_anchors=20)
+    row = trainer.train_dataset[0]
+    assert row["input_ids"] == [0, 5, 6, 7, 8, 9, 10, 1, 11, 12, 13, 14, 15, 16, 1]
+    assert row["labels"] == [-100] * 4 + [8, 9, 10, 1] + [-100] * 2 + [13, 14, 15, 16, 1]
+    (batch,), blocks = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))
+    assert batch["anchors"][0].tolist() == [3, 4, 5, 6, 9, 10, 11, 12, 13]
+    counts = slot_labels(batch["labels"], batch["anchors"], trainer.geometry)[1]
+    assert blocks.tolist() == counts.sum((0, 1)).tolist()
+
+
+def test_only_completions_are_supervised_behind_prompts(make_trainer):
+    rows = Dataset.from_list([{"prompt": "w5 w6 w7 ", "completion": "w8 w9 w10 w11 "}] * 4)
+    trainer = make_trainer(rows)
+    assert trainer.train_dataset[0]["labels"][:3] == [-100] * 3
+    assert trainer.train_dataset[0]["labels"][3:7] == [8, 9, 10, 11]
+
+
+def test_evaluation_reports_the_loss_over_all_blocks_and_the_same_anchors_each_time(make_trainer):
+    trainer = make_trainer(eval_dataset=documents(7, seed=9), per_device_eval_batch_size=3)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_loss"] == second["eval_loss"]
+    whole = make_trainer(eval_dataset=documents(7, seed=9), per_device_eval_batch_size=7).evaluate()
+    for name in ("eval_loss", "eval_ce", "eval_kl", "eval_accepted_length", "eval_acceptance_1"):
+        assert first[name] == pytest.approx(whole[name], rel=1e-5)
+
+
+def test_a_resumed_run_draws_the_same_anchors_and_ends_with_the_same_weights(make_trainer, tmp_path):
+    straight = make_trainer(max_steps=4, save_strategy="steps", save_steps=2)
+    straight.train()
+    resumed = make_trainer(max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(parameters(straight), parameters(resumed))
+
+
+def test_the_reducer_has_its_own_learning_rate_or_none(make_trainer, target, make_drafter):
+    trainer = make_trainer(reducer_learning_rate_factor=0.1)
+    groups = trainer.create_optimizer().param_groups
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    assert len(rates) == sum(1 for _ in trainer.model.parameters())
+    for name, parameter in trainer.model.named_parameters():
+        assert rates[id(parameter)] == pytest.approx(1e-4 if name.startswith("reducer.") else 1e-3)
+    frozen = make_trainer(freeze_reducer=True)
+    before = {name: value.clone() for name, value in frozen.model.named_parameters()}
+    frozen.train()
+    changed = {name for name, value in frozen.model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if not name.startswith("reducer.")}
+
+
+def test_bfloat16_autocast_keeps_the_gates_in_float32(make_trainer):
+    trainer = make_trainer(bf16=True)
+    trainer.train()
+    assert trainer.model.reducer.hc_fn.dtype == torch.float32
+    exact = make_trainer(bf16=False)
+    exact.train()
+    first, wanted = trainer.state.log_history[0], exact.state.log_history[0]
+    assert first["loss"] == pytest.approx(wanted["loss"], rel=2e-2)
+    assert [first[f"gate_{path}"] for path in range(4)] == pytest.approx([wanted[f"gate_{path}"] for path in range(4)])
+
+
+def test_gradient_checkpointing_changes_nothing(make_trainer):
+    plain, checkpointed = make_trainer(), make_trainer(activation_checkpointing=True)
+    plain.train(), checkpointed.train()
+    torch.testing.assert_close(parameters(plain), parameters(checkpointed), rtol=1e-5, atol=1e-7)
+
+
+def target_texts(target, count=8, length=40):
+    """Greedy texts that the target wrote."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(count):
+        prompt = torch.randint(3, 60, (1, 6), generator=generator)
+        text = target.generate(prompt, max_new_tokens=length, do_sample=False)[0].tolist()
+        rows.append({"input_ids": text, "assistant_masks": [0] * 6 + [1] * length})
+    return Dataset.from_list(rows)
+
+
+def test_train_save_load_generate(target, make_drafter, tokenizer, tmp_path):
+    """The verb's function on folders: the loss falls, drafts get accepted, the folder is complete and loads."""
+    rows = target_texts(target)
+    rows.to_json(str(tmp_path / "rows.jsonl"))
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(target).save_pretrained(tmp_path / "initial")
+    recipe = tmp_path / "recipe.yaml"
+    settings = {
+        "drafter": str(tmp_path / "initial"),
+        "target": str(tmp_path / "target"),
+        "data": str(tmp_path / "rows.jsonl"),
+        "eval_data": str(tmp_path / "rows.jsonl"),
+        "target_dtype": "float32",
+        "output_dir": str(tmp_path / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 8,
+        "max_steps": 60,
+        "num_anchors": 16,
+        "learning_rate": 3e-3,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    recipe.write_text(json.dumps(settings))  # JSON is YAML
+    parser = TrlParser((TrainArguments, HyperDFlashTrainingArguments))
+    script_args, training_args = parser.parse_args_and_config(["--config", str(recipe), "--kl_weight", "0.2"])
+    assert training_args.kl_weight == 0.2 and training_args.warmup_steps == 0.04
+    metrics = run_train(script_args, training_args)
+
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    assert metrics["eval_accepted_length"] > 1.5
+
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {
+        "config.json",
+        "model.safetensors",
+        "generation_config.json",
+        "configuration_hyperdflash.py",
+        "modeling_hyperdflash.py",
+        "generation_hyperdflash.py",
+        "provenance.json",
+    }
+    record = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert record["seed"] == training_args.seed and record["data"]["train_files"].keys() == {"rows.jsonl"}
+    assert record["training_arguments"]["kl_weight"] == 0.2
+
+    initial, trained = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("initial", "out"))
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")  # the Trainer copies the tokenizer's
+    assert {k: v for k, v in trained.items() if k not in special} == {
+        k: v for k, v in initial.items() if k not in special
+    }
+
+    drafter = AutoModel.from_pretrained(tmp_path / "out")
+    assert isinstance(drafter, HyperDFlashModel)
+    statistics = []
+    for row in rows["input_ids"]:
+        text = target.generate(torch.tensor([row[:6]]), assistant_model=drafter, max_new_tokens=40, do_sample=False)
+        assert text[0].tolist() == row
+        statistics.append(drafter.last_generation)
+    assert sum(statistics[1:], statistics[0]).accepted_length > 1.25
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("num_anchors", 0),
+        ("loss_decay_gamma", 0.0),
+        ("kl_weight", -0.1),
+        ("kl_positions", 0),
+        ("kl_temperature", 0.0),
+        ("kl_teacher", "median"),
+        ("reducer_learning_rate_factor", 0.0),
+        ("packing", True),
+        ("padding_free", True),
+        ("loss_type", "dft"),
+        ("label_smoothing_factor", 0.1),
+    ],
+)
+def test_arguments_that_make_no_objective_are_refused_by_name(field, value, tmp_path):
+    with pytest.raises(ValueError, match=rf"{field}: found {value!r}, wanted"):
+        arguments(tmp_path, **{field: value})
+
+
+def test_a_drafter_that_does_not_fit_is_refused_by_name(make_trainer, make_target, make_drafter):
+    with pytest.raises(ValueError, match="hc_mult: found 4, wanted 2|vocab_size"):
+        make_trainer(drafter=make_drafter(make_target(vocab_size=80)))
+    with pytest.raises(ValueError, match="kl_positions: found 7, wanted at most 6"):
+        make_trainer(kl_positions=7)
+
+
+def test_geometry_and_losses_import_without_trl():
+    code = "import sys, hyperdflash.trainer.blocks, hyperdflash.trainer.losses; sys.exit('trl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

@@ -1,0 +1,36 @@
+"""Training of a drafter: anchors and blocks, target states, the objective, and the TRL-derived trainer."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+_HOMES = {
+    "HyperDFlashTrainer": "trainer",
+    "HyperDFlashTrainingArguments": "arguments",
+    "LiveTargetStates": "states",
+    "TargetStates": "states",
+    "TrainArguments": "arguments",
+    "run_train": "run",
+}
+__all__ = [
+    "HyperDFlashTrainer",
+    "HyperDFlashTrainingArguments",
+    "LiveTargetStates",
+    "TargetStates",
+    "TrainArguments",
+    "run_train",
+]
+
+if TYPE_CHECKING:
+    from .arguments import HyperDFlashTrainingArguments, TrainArguments
+    from .run import run_train
+    from .states import LiveTargetStates, TargetStates
+    from .trainer import HyperDFlashTrainer
+
+
+def __getattr__(name: str):
+    """Imports a public name from its module when it is first asked for: geometry and losses need no TRL."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

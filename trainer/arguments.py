@@ -1,0 +1,140 @@
+"""The options of training: what the objective is, and what `hyperdflash train` trains on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import SFTConfig
+
+from .losses import Objective
+from .states import TEACHER_POOLINGS
+
+
+@dataclass
+class HyperDFlashTrainingArguments(SFTConfig):
+    r"""
+    Arguments of the [`HyperDFlashTrainer`]: those of TRL's [`~trl.SFTConfig`], and the drafter's objective.
+
+    Args:
+        num_anchors (`int`): The most blocks of a document in one step, their anchors drawn without replacement.
+        loss_decay_gamma (`float`, *optional*): Draft slot `k` weighs `exp(-(k - 1) / gamma)` in the cross-entropy;
+            `None` or `inf`: all weigh the same.
+        kl_weight (`float`): `alpha` of `CE + alpha * KL` (paper, section 2.3: 0.1 to 0.2); 0: no teacher.
+        kl_positions (`int`): `P`, the draft slots that the target teaches.
+        kl_temperature (`float`): `T` of teacher and student.
+        kl_teacher (`str`): How the target's streams are pooled for the teacher: their `"mean"`, as the paper ran, or
+            its own `"hc_head"`, which gives its true distribution.
+        reducer_learning_rate_factor (`float`): The reducer's learning rate over that of the body.
+        freeze_reducer (`bool`): Do not train the reducer.
+
+    Raises:
+        ValueError: a value that makes no objective, or an option of TRL that a drafter cannot follow.
+
+    Defaults that differ from TRL's: learning rate 8e-4, 5 epochs, cosine with 4 % warm-up (the paper's first stage);
+    `activation_checkpointing` off; `max_length` 4096; `assistant_only_loss` is `None`, which means yes for rows of
+    `messages` and no for others (`completion_only_loss` decides for prompts with completions).
+    """
+
+    learning_rate: float = field(default=8e-4, metadata={"help": "Peak learning rate of AdamW (stage 2: 1e-4)."})
+    num_train_epochs: float = field(default=5.0, metadata={"help": "Passes over the data."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up in steps; below 1: as a share of all steps."})
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={"help": "Deprecated alias of activation_checkpointing, which is off by default (TRL's is on)."},
+    )
+    max_length: int | None = field(default=4096, metadata={"help": "Longer documents are cut to this, in tokens."})
+    assistant_only_loss: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Supervise the assistant's turns only. Default: yes for conversational rows, no for others."
+        },
+    )
+
+    num_anchors: int = field(
+        default=512, metadata={"help": "The most blocks of a document in one step, drawn without replacement."}
+    )
+    loss_decay_gamma: float | None = field(
+        default=4.0,
+        metadata={
+            "help": "Draft slot k weighs exp(-(k - 1) / gamma) in the cross-entropy; none or inf: all the same."
+        },
+    )
+    kl_weight: float = field(default=0.1, metadata={"help": "alpha of CE + alpha * KL; 0: no teacher."})
+    kl_positions: int = field(default=2, metadata={"help": "P: draft slots that the target teaches."})
+    kl_temperature: float = field(default=1.0, metadata={"help": "T of teacher and student."})
+    kl_teacher: str = field(
+        default="mean",
+        metadata={
+            "help": "Pooling of the target's streams for the teacher: mean (as the paper ran) or hc_head (the "
+            "target's true distribution).",
+            "choices": list(TEACHER_POOLINGS),
+        },
+    )
+    reducer_learning_rate_factor: float = field(
+        default=1.0, metadata={"help": "The reducer's learning rate over that of the body."}
+    )
+    freeze_reducer: bool = field(default=False, metadata={"help": "Do not train the reducer."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        gamma = self.loss_decay_gamma
+        self._require("num_anchors", self.num_anchors >= 1, "at least 1")
+        self._require("loss_decay_gamma", gamma is None or gamma > 0, "above 0, or none")
+        self._require("kl_weight", self.kl_weight >= 0, "at least 0")
+        self._require("kl_positions", self.kl_positions >= 1, "at least 1 (kl_weight 0 turns the teacher off)")
+        self._require("kl_temperature", self.kl_temperature > 0, "above 0")
+        self._require("kl_teacher", self.kl_teacher in TEACHER_POOLINGS, f"one of {TEACHER_POOLINGS}")
+        self._require("reducer_learning_rate_factor", self.reducer_learning_rate_factor > 0, "above 0")
+        for name in ("packing", "eval_packing", "padding_free"):
+            self._require(name, not getattr(self, name), "False: a row is one document")
+        self._require("loss_type", self.loss_type == "nll", "'nll': the drafter has its own loss")
+        self._require("label_smoothing_factor", self.label_smoothing_factor == 0, "0: the drafter has its own loss")
+
+    @property
+    def objective(self) -> Objective:
+        """The loss that these arguments describe."""
+        return Objective(self.loss_decay_gamma, self.kl_weight, self.kl_positions, self.kl_temperature)
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"HyperDFlashTrainingArguments.{name}: found {getattr(self, name)!r}, wanted {rule}")
+
+
+@dataclass
+class TrainArguments:
+    """What `hyperdflash train` trains, against which target, on which data."""
+
+    drafter: str = field(metadata={"help": "Folder or Hub id of the drafter to start from (`hyperdflash init`)."})
+    target: str = field(metadata={"help": "Folder or Hub id of the target."})
+    data: str = field(
+        metadata={
+            "help": "Training rows: a file or folder of JSON lines or parquet, or a Hub id. Rows hold `messages`, "
+            "`prompt` and `completion`, or `input_ids` with `assistant_masks` or `labels`."
+        }
+    )
+    data_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
+    eval_data: str | None = field(default=None, metadata={"help": "Held-out rows, given as `data` is."})
+    held_out: int = field(
+        default=0, metadata={"help": "Without eval_data: rows of `data` set aside, drawn by `seed`."}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "Folder or Hub id. Default: the target's."})
+    target_revision: str | None = field(default=None, metadata={"help": "Revision of the target on the Hub."})
+    target_dtype: str = field(
+        default="auto",
+        metadata={"help": "Type of the target's weights: auto (as stored), bfloat16, float16, float32."},
+    )
+    target_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "JSON: further arguments of from_pretrained for the target (experts_implementation, ...)."},
+    )
+
+    def __post_init__(self):
+        if isinstance(self.target_init_kwargs, str):
+            self.target_init_kwargs = json.loads(self.target_init_kwargs)
+        if self.held_out < 0:
+            raise ValueError(f"TrainArguments.held_out: found {self.held_out}, wanted at least 0")
+        if self.held_out and self.eval_data:
+            raise ValueError(f"TrainArguments.held_out: found {self.held_out}, wanted 0, as eval_data is given")

@@ -1,0 +1,75 @@
+"""The drafter's forward in training: the blocks of all anchors of a document at once, as decoding would draft them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..configuration_hyperdflash import BlockGeometry, HyperDFlashConfig
+from .blocks import block_mask, position_ids
+from .states import DocumentStates, TargetModules
+
+
+def attention_masks(
+    anchors: torch.LongTensor, context_length: int, config: HyperDFlashConfig, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A mask for each layer type of the drafter, in the form that its attention implementation takes.
+
+    Raises:
+        ValueError: the implementation takes neither a boolean nor an additive mask.
+    """
+    masks = {}
+    for layer_type in set(config.layer_types):
+        window = config.sliding_window if layer_type == "sliding_attention" else None
+        visible = block_mask(anchors, context_length, config.geometry, window)  # [b, 1, A * B, s + A * B]
+        if config._attn_implementation == "sdpa":
+            masks[layer_type] = visible
+        elif config._attn_implementation == "eager":
+            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            masks[layer_type] = hidden.masked_fill_(~visible, torch.finfo(dtype).min)
+        else:
+            raise ValueError(
+                f"attn_implementation: found {config._attn_implementation!r}, wanted 'sdpa' or 'eager' in training"
+            )
+    return masks
+
+
+def draft_hidden_states(
+    model: nn.Module,
+    modules: TargetModules,
+    states: DocumentStates,
+    input_ids: torch.LongTensor,
+    anchors: torch.LongTensor,
+) -> torch.Tensor:
+    """What the target's LM head takes to draft behind each anchor.
+
+    Args:
+        model: the drafter, or its wrapper for distributed training.
+        modules: what it borrows from the target.
+        states: the target's states at `input_ids`.
+        input_ids: `[b, s]`, one document a row, padded on the right. anchors: `[b, A]`, 0 for none.
+
+    Returns:
+        `[b, A, D, d]`, the drafter's output on the draft slots.
+    """
+    drafter = getattr(model, "module", model)
+    config, geometry = drafter.config, drafter.config.geometry
+    dtype = next(drafter.layers.parameters()).dtype
+    noise_embeds = modules.embed_blocks(input_ids.gather(1, anchors), config.mask_token_id, geometry.block_size)
+    outputs = model(
+        noise_embeds=noise_embeds.to(dtype),  # [b, A * B, d]
+        context_hidden_states=states.context,
+        attention_mask=attention_masks(anchors, input_ids.shape[1], config, dtype),
+        position_ids=position_ids(anchors, input_ids.shape[1], geometry),
+    )
+    hidden_states = outputs.last_hidden_state.unflatten(1, (-1, geometry.block_size))  # [b, A, B, d]
+    return hidden_states[:, :, geometry.first_slot :]
+
+
+def teacher_positions(anchors: torch.LongTensor, geometry: BlockGeometry, num_positions: int) -> torch.LongTensor:
+    """Where the target predicts the tokens of the first `num_positions` draft slots: `[b, A, P]`.
+
+    It is the position before each label: slot `k` is taught by the target's state at `a + k - 1`.
+    """
+    offsets = [geometry.label_offset(slot) - 1 for slot in geometry.draft_slots[:num_positions]]
+    return anchors.unsqueeze(-1) + torch.tensor(offsets, device=anchors.device)
