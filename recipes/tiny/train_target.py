@@ -83,8 +83,13 @@ def build_target(fields: dict, tokenizer) -> DeepseekV4ForCausalLM:
     return model
 
 
-class EagerEvaluation(Trainer):
-    """Evaluates without the compiled layers, which were compiled for training's shape and gradients."""
+class TargetTrainer(Trainer):
+    """Evaluates without the compiled layers, which were compiled for training's shape and gradients; and resumes."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        # The Trainer of transformers 5.24 reads the config there as a generic one, which refuses V4's MLP layer types
+        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        self.model.load_state_dict(saved.state_dict())
 
     def evaluate(self, *args, **kwargs):
         with torch.compiler.set_stance("force_eager"):
@@ -108,7 +113,7 @@ def main() -> None:
     print(
         f"target: {model.num_parameters():,} parameters, {tokens:,} training tokens in {len(train):,} rows", flush=True
     )
-    trainer = EagerEvaluation(
+    trainer = TargetTrainer(
         model=model,
         args=training_args,
         train_dataset=train.select_columns("input_ids"),
