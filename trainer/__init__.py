@@ -9,6 +9,7 @@ _HOMES = {
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
+    "RememberedTargetStates": "states",
     "TargetStates": "states",
     "TrainArguments": "arguments",
     "run_train": "run",
@@ -17,6 +18,7 @@ __all__ = [
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
+    "RememberedTargetStates",
     "TargetStates",
     "TrainArguments",
     "run_train",
@@ -25,7 +27,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
     from .run import run_train
-    from .states import LiveTargetStates, TargetStates
+    from .states import LiveTargetStates, RememberedTargetStates, TargetStates
     from .trainer import HyperDFlashTrainer
 
 

@@ -126,6 +126,13 @@ class TrainArguments:
         default="auto",
         metadata={"help": "Type of the target's weights: auto (as stored), bfloat16, float16, float32."},
     )
+    remember_states: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the target's states of each document in memory after their first use, so that later epochs "
+            "do without the target: streams x width numbers a token."
+        },
+    )
     target_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "JSON: further arguments of from_pretrained for the target (experts_implementation, ...)."},

@@ -11,9 +11,11 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
+from .states import LiveTargetStates, RememberedTargetStates
 from .trainer import HyperDFlashTrainer
 
 ROW_FORMS = (
@@ -92,6 +94,9 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         revision=None if script_args.tokenizer else script_args.target_revision,
     )
     drafter = HyperDFlashModel.from_pretrained(script_args.drafter, dtype=torch.float32)
+    if script_args.remember_states:
+        check_drafter_fits(target, drafter)
+        target = RememberedTargetStates(LiveTargetStates(target.to(training_args.device), drafter.config))
     trainer = HyperDFlashTrainer(
         model=drafter,
         target=target,

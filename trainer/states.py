@@ -80,11 +80,11 @@ class TargetStates(ABC):
     modules: TargetModules
 
     @abstractmethod
-    def __call__(self, input_ids: torch.LongTensor) -> DocumentStates:
-        """The states of token ids `[b, s]`, one document a row, padded on the right.
+    def __call__(self, input_ids: torch.LongTensor, attention_mask: torch.LongTensor) -> DocumentStates:
+        """The states of token ids `[b, s]`, one document a row, padded on the right; `attention_mask` `[b, s]`.
 
-        The target is causal, so padding on the right changes nothing at a document's tokens, and no mask is needed.
-        What stands at the padding is not defined.
+        The target is causal, so padding on the right changes nothing at a document's tokens. What stands at the
+        padding is not defined.
         """
 
 
@@ -105,7 +105,7 @@ class LiveTargetStates(TargetStates):
         self.layer_ids = [] if config.context_source == "pre_hc_head" else config.target_layer_ids
 
     @torch.no_grad()
-    def __call__(self, input_ids: torch.LongTensor) -> DocumentStates:
+    def __call__(self, input_ids: torch.LongTensor, attention_mask: torch.LongTensor) -> DocumentStates:
         decoder = self.target.get_decoder()
         captured: dict[str | int, torch.Tensor] = {}
 
@@ -128,3 +128,42 @@ class LiveTargetStates(TargetStates):
         residual = captured["residual"]
         context = torch.cat([captured[i] for i in self.layer_ids], dim=-1) if self.layer_ids else residual
         return DocumentStates(context=context, residual=residual)
+
+
+class RememberedTargetStates(TargetStates):
+    """The states of another source, kept in the host's memory after their first use: for data that is seen again.
+
+    A token takes `m * d` numbers in the target's dtype, and `L` times as many again for `multi_layer`.
+
+    Args:
+        source: where the states of a document come from that has not been seen yet.
+    """
+
+    def __init__(self, source: TargetStates):
+        self.source, self.modules = source, source.modules
+        self._documents: dict[bytes, DocumentStates] = {}
+
+    def __call__(self, input_ids: torch.LongTensor, attention_mask: torch.LongTensor) -> DocumentStates:
+        lengths = attention_mask.sum(dim=1).tolist()
+        keys = [row[:length].cpu().numpy().tobytes() for row, length in zip(input_ids, lengths)]
+        unknown = [row for row, key in enumerate(keys) if key not in self._documents]
+        if unknown:
+            longest = max(lengths[row] for row in unknown)
+            states = self.source(input_ids[unknown, :longest], attention_mask[unknown, :longest])
+            for index, row in enumerate(unknown):
+                residual = states.residual[index, : lengths[row]].to("cpu", copy=True)  # [n, m, d]
+                same = states.context is states.residual
+                context = residual if same else states.context[index, : lengths[row]].to("cpu", copy=True)
+                self._documents[keys[row]] = DocumentStates(context=context, residual=residual)
+        documents = [self._documents[key] for key in keys]
+
+        def pad(states: list[torch.Tensor]) -> torch.Tensor:
+            padded = states[0].new_zeros(input_ids.shape + states[0].shape[1:])  # [b, s, m, d]
+            for row, values in zip(padded, states):
+                row[: len(values)] = values
+            return padded.to(input_ids.device)
+
+        residual = pad([document.residual for document in documents])
+        if all(document.context is document.residual for document in documents):
+            return DocumentStates(context=residual, residual=residual)
+        return DocumentStates(context=pad([document.context for document in documents]), residual=residual)

@@ -179,7 +179,7 @@ class HyperDFlashTrainer(SFTTrainer):
         if anchors is None:
             anchors = self._draw_anchors(inputs, EVALUATION_STEP)
         modules = self.target_states.modules
-        states = self.target_states(input_ids)
+        states = self.target_states(input_ids, inputs["attention_mask"])
         hidden_states = draft_hidden_states(model, modules, states, input_ids, anchors)
         teacher = None
         if self.objective.kl_weight:

@@ -27,7 +27,7 @@ VARIANTS = {
 def training_drafts(drafter, target, text, anchors):
     """`[A, D]` drafts, `[A, D]` whether all drafts up to a slot equal the text, and the hidden states, in one pass."""
     states = LiveTargetStates(target, drafter.config)
-    hidden = draft_hidden_states(drafter, states.modules, states(text), text, anchors)
+    hidden = draft_hidden_states(drafter, states.modules, states(text, torch.ones_like(text)), text, anchors)
     labels, counts = slot_labels(text, anchors, drafter.config.geometry)
     drafts = states.modules.logits(hidden).argmax(dim=-1)  # [1, A, D]
     accepted = ((drafts == labels) & counts).cumprod(dim=-1)
@@ -99,7 +99,7 @@ def test_blocks_drafted_together_equal_blocks_drafted_one_by_one(attn_implementa
     text = torch.randint(3, 60, (2, 30), generator=torch.Generator().manual_seed(0))
     anchors = torch.tensor([[1, 2, 8, 20, 28], [4, 5, 29, 0, 0]])
     with torch.no_grad():
-        found = states(text)
+        found = states(text, torch.ones_like(text))
         together = draft_hidden_states(drafter, states.modules, found, text, anchors)
         for row in range(2):
             for index, anchor in enumerate(anchors[row].tolist()):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hyperdflash.trainer.states import LiveTargetStates, TargetModules
+from hyperdflash.trainer.states import LiveTargetStates, RememberedTargetStates, TargetModules
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_residual_goes_through_hc_head_and_norm_to_the_targets_own_logits(fr
     with torch.no_grad():
         logits = fresh_target(input_ids).logits
     states = LiveTargetStates(fresh_target, drafter.config)
-    found = states(input_ids)
+    found = states(input_ids, torch.ones_like(input_ids))
     assert torch.equal(found.context, found.residual)
     modules = states.modules
     assert torch.equal(modules.logits(modules.teacher_states(found.residual, "hc_head")), logits)
@@ -35,7 +35,7 @@ def test_the_residual_goes_through_hc_head_and_norm_to_the_targets_own_logits(fr
 def test_multi_layer_context_is_the_output_of_the_named_layers_side_by_side(fresh_target, make_drafter):
     input_ids = torch.randint(3, 60, (2, 40))
     config = multi_layer(make_drafter, fresh_target)
-    found = LiveTargetStates(fresh_target, config)(input_ids)
+    found = LiveTargetStates(fresh_target, config)(input_ids, torch.ones_like(input_ids))
     fresh_target.config.tie_last_hidden_states = False
     with torch.no_grad():
         hidden = fresh_target(input_ids, output_hidden_states=True).hidden_states
@@ -48,7 +48,9 @@ def test_states_of_a_document_do_not_depend_on_its_padding(fresh_target, drafter
     document = torch.randint(3, 60, (1, 37))
     padded = torch.full((1, 64), 2)
     padded[:, :37] = document
-    torch.testing.assert_close(states(padded).residual[:, :37], states(document).residual, rtol=1e-5, atol=1e-5)
+    mask = (torch.arange(64) < 37).long().unsqueeze(0)
+    alone = states(document, torch.ones_like(document)).residual
+    torch.testing.assert_close(states(padded, mask).residual[:, :37], alone, rtol=1e-5, atol=1e-5)
 
 
 def count_hooks(model):
@@ -61,7 +63,7 @@ def test_the_target_stays_bit_identical_and_free_of_hooks(fresh_target, make_dra
     with torch.no_grad():
         wanted = fresh_target(input_ids, output_hidden_states=True)
     hooks = count_hooks(fresh_target)  # transformers leaves its own, to record hidden states
-    LiveTargetStates(fresh_target, multi_layer(make_drafter, fresh_target))(input_ids)
+    LiveTargetStates(fresh_target, multi_layer(make_drafter, fresh_target))(input_ids, torch.ones_like(input_ids))
     with torch.no_grad():
         found = fresh_target(input_ids, output_hidden_states=True)
     assert count_hooks(fresh_target) == hooks
@@ -73,7 +75,7 @@ def test_the_target_stays_bit_identical_and_free_of_hooks(fresh_target, make_dra
 def test_hooks_are_removed_when_the_target_fails(fresh_target, drafter):
     states = LiveTargetStates(fresh_target, drafter.config)
     with pytest.raises(IndexError):
-        states(torch.full((1, 4), 10_000))
+        states(torch.full((1, 4), 10_000), torch.ones(1, 4, dtype=torch.long))
     assert not fresh_target.model.hc_head._forward_pre_hooks
 
 
@@ -82,3 +84,27 @@ def test_a_block_holds_the_anchors_embedding_and_then_the_mask_tokens(target):
     blocks = modules.embed_blocks(torch.tensor([[5, 9]]), mask_token_id=63, block_size=3)
     ids = torch.tensor([[5, 63, 63, 9, 63, 63]])
     assert torch.equal(blocks, target.get_input_embeddings()(ids))
+
+
+@pytest.mark.parametrize("source", ["pre_hc_head", "multi_layer"])
+def test_remembered_states_are_the_sources_own_and_ask_it_once_a_document(fresh_target, make_drafter, drafter, source):
+    config = drafter.config if source == "pre_hc_head" else multi_layer(make_drafter, fresh_target)
+    live = LiveTargetStates(fresh_target, config)
+    asked = []
+
+    class Counting(LiveTargetStates):
+        def __call__(self, input_ids, attention_mask):
+            asked.append(len(input_ids))
+            return super().__call__(input_ids, attention_mask)
+
+    remembered = RememberedTargetStates(Counting(fresh_target, config))
+    ids = torch.randint(3, 60, (3, 40))
+    lengths = torch.tensor([40, 23, 31])
+    mask = (torch.arange(40) < lengths[:, None]).long()
+    for rows in ([0, 1], [1, 2], [2, 0, 1]):
+        found, wanted = remembered(ids[rows], mask[rows]), live(ids[rows], mask[rows])
+        for row, length in enumerate(lengths[rows].tolist()):
+            for name in ("context", "residual"):
+                a, b = getattr(found, name)[row, :length], getattr(wanted, name)[row, :length]
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert asked == [2, 1]
