@@ -21,27 +21,32 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 
-def render_prompts(rows, tokenizer, temperatures: list[float], thinking_share: float, seed: int) -> list[dict]:
-    """`{"id", "input_ids", "temperature", "thinking"}` for each row: everything before its last answer."""
+def render_prompts(rows, tokenizer, thinking_share: float, seed: int) -> list[dict]:
+    """`{"id", "input_ids", "thinking"}` for each row: everything before its last answer, in chat form."""
     prompts = []
     for row in rows:
-        draw = random.Random(f"{seed}/{row['id']}")
-        temperature, thinking = draw.choice(temperatures), draw.random() < thinking_share
+        thinking = random.Random(f"{seed}/{row['id']}").random() < thinking_share
         ids = tokenizer.apply_chat_template(
             row["messages"][:-1], add_generation_prompt=True, thinking=thinking, return_dict=False
         )
-        prompts.append({"id": row["id"], "input_ids": ids, "temperature": temperature, "thinking": thinking})
+        prompts.append({"id": row["id"], "input_ids": ids, "thinking": thinking})
     return prompts
 
 
-def batches_of_equal_length(prompts: list[dict], batch_size: int, seed: int) -> list[list[dict]]:
-    """Batches whose prompts share length and temperature, in random order."""
+def batches_of_equal_length(
+    prompts: list[dict], batch_size: int, temperatures: list[float], seed: int
+) -> list[list[dict]]:
+    """Batches of prompts of one length, each with one temperature, in random order."""
     groups = defaultdict(list)
     for prompt in prompts:
-        groups[len(prompt["input_ids"]), prompt["temperature"]].append(prompt)
+        groups[len(prompt["input_ids"])].append(prompt)
     batches = [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
-    random.Random(seed).shuffle(batches)
-    return batches
+    draw = random.Random(seed)
+    draw.shuffle(batches)
+    return [
+        [{**prompt, "temperature": temperature} for prompt in batch]
+        for batch, temperature in zip(batches, draw.choices(temperatures, k=len(batches)))
+    ]
 
 
 @torch.inference_mode()
@@ -65,10 +70,10 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder of JSON lines with `messages`")
     parser.add_argument("--target", required=True)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--prompts", type=int, default=8000)
+    parser.add_argument("--prompts", type=int, default=8000, help="stop behind the batch that reaches this number")
     parser.add_argument("--max-prompt-length", type=int, default=320, help="longer prompts are left out (tokens)")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=48)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.0, 0.7, 1.0])
     parser.add_argument("--thinking-share", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)
@@ -77,19 +82,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     rows, _ = load_conversations(args.data, args.seed)
-    rows = rows.select(range(min(args.prompts, len(rows))))
-    prompts = render_prompts(rows, tokenizer, args.temperatures, args.thinking_share, args.seed)
+    prompts = render_prompts(rows, tokenizer, args.thinking_share, args.seed)
     prompts = [prompt for prompt in prompts if len(prompt["input_ids"]) <= args.max_prompt_length]
 
     output = Path(args.output)
     done = set()
     if output.exists():
         done = {json.loads(line)["id"] for line in output.read_text(encoding="utf-8").splitlines()}
-    batches = batches_of_equal_length([p for p in prompts if p["id"] not in done], args.batch_size, args.seed)
-    progress = tqdm(total=len(prompts), initial=len(done), unit="prompt", mininterval=10)
+    batches = batches_of_equal_length(prompts, args.batch_size, args.temperatures, args.seed)
+    progress = tqdm(total=min(args.prompts, len(prompts)), initial=len(done), unit="prompt", mininterval=10)
     with output.open("a", encoding="utf-8") as file:
-        for batch in batches:
-            set_seed(args.seed + batch[0]["input_ids"][-1] + len(done))
+        for index, batch in enumerate(batches):
+            if len(done) >= args.prompts:
+                break
+            if batch[0]["id"] in done:  # batches are written whole
+                continue
+            set_seed(args.seed + index)
             answers = answer(target, batch, args.max_new_tokens)
             lines = []
             for prompt, ids in zip(batch, answers):
