@@ -18,7 +18,25 @@ from pathlib import Path
 import torch
 from data import load_conversations
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+
+def shared_key_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    """V4's attention with its sinks, as transformers computes it, without a copy of the one key head for each query
+    head: what a batch of long rows spends most of its time on. `query` `[b, h, s, d]`, `key` `[b, 1, n, d]`."""
+    b, h, s, d = query.shape
+    scores = (query.reshape(b, h * s, d) @ key[:, 0].transpose(1, 2)).view(b, h, s, -1) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    sinks = module.sinks.view(1, h, 1, 1).expand(b, h, s, 1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1].to(value.dtype)
+    output = weights.reshape(b, h * s, -1) @ value[:, 0]
+    return output.view(b, h, s, d).transpose(1, 2), None
+
+
+AttentionInterface.register("shared_key", shared_key_attention)
+AttentionMaskInterface.register("shared_key", eager_mask)
 
 
 def render_prompts(rows, tokenizer, thinking_share: float, seed: int) -> list[dict]:
@@ -80,7 +98,9 @@ def main() -> None:
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        args.target, dtype=torch.float32, attn_implementation="shared_key"
+    ).eval()
     rows, _ = load_conversations(args.data, args.seed)
     prompts = render_prompts(rows, tokenizer, args.thinking_share, args.seed)
     prompts = [prompt for prompt in prompts if len(prompt["input_ids"]) <= args.max_prompt_length]
