@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def collect_provenance(command: Sequence[str] | None = None, **facts: Any) -> di
     command = list(sys.argv if command is None else command)
     record = {
         "command": [Path(command[0]).name, *map(str, command[1:])] if command else [],
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
         "commit": package_commit(),
     }
