@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import AutoModel
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..utils.folders import check_output_folder, whole_folder
+from ..utils.folders import check_output_folder, check_spares_target, whole_folder
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .arguments import InitArguments
 from .gates import Gates, read_gates
@@ -109,16 +108,10 @@ def fresh_drafter(config: HyperDFlashConfig, gates: Gates | None, dtype: torch.d
 def _check_output(args: InitArguments) -> None:
     """Refuses, before any work, what must not be written over: only drafters are replaced, never a target."""
     check_output_folder(args.output, args.overwrite)
-    output, target = Path(args.output).resolve(), Path(args.target).resolve()
-    if output == target or output in target.parents or target in output.parents:
-        raise ValueError(f"output: found {args.output!r}, wanted a folder apart from the target, {args.target!r}")
-    if output.is_dir() and any(output.iterdir()):
-        try:
-            model_type = json.loads((output / "config.json").read_bytes()).get("model_type")
-        except (OSError, ValueError, AttributeError):
-            model_type = None
-        if model_type != "hyperdflash":
-            raise FileExistsError(f"output: found {args.output!r}, which holds no drafter, wanted one to overwrite")
+    check_spares_target(args.output, args.target)
+    output = Path(args.output)
+    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise FileExistsError(f"output: found {args.output!r}, which holds no drafter, wanted one to overwrite")
 
 
 __all__ = ["init_drafter", "run_init"]

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from trl import SFTConfig
 
 from .losses import Objective
@@ -79,6 +80,8 @@ class HyperDFlashTrainingArguments(SFTConfig):
     freeze_reducer: bool = field(default=False, metadata={"help": "Do not train the reducer."})
 
     def __post_init__(self):
+        if self.bf16 is None and not torch.accelerator.is_available():
+            self.bf16 = False  # TRL's default asks for a GPU
         super().__post_init__()
         gamma = self.loss_decay_gamma
         self._require("num_anchors", self.num_anchors >= 1, "at least 1")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
+from ..utils.folders import check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
 from .states import LiveTargetStates, RememberedTargetStates
@@ -56,16 +60,36 @@ def load_rows(data: str, split: str = "train") -> Dataset:
         ValueError: the rows have none of these forms.
     """
     files = data_files(data)
-    if files:
-        rows = load_dataset(_file_format(Path(files[0])), data_files=files, split="train")
-    else:
-        rows = load_dataset(data, split=split)
+    try:
+        if files:
+            rows = load_dataset(_file_format(Path(files[0])), data_files=files, split="train")
+        else:
+            rows = load_dataset(data, split=split)
+    except (DatasetGenerationError, StopIteration) as error:
+        reason = str(error.__cause__ or error).splitlines() or ["no rows"]
+        raise ValueError(f"data: found {reason[0]} in {data!r}, wanted rows as JSON lines or parquet") from None
+    if len(rows) == 0:
+        raise ValueError(f"data: found no rows in {data!r}, wanted at least one")
     for column, others in ROW_FORMS:
         if column in rows.column_names:
-            return rows.select_columns([column, *(other for other in others if other in rows.column_names)])
+            rows = rows.select_columns([column, *(other for other in others if other in rows.column_names)])
+            _check_rows(rows, data)
+            return rows
     raise ValueError(
         f"data: found the columns {rows.column_names} in {data!r}, wanted one of {[form[0] for form in ROW_FORMS]}"
     )
+
+
+def _check_rows(rows: Dataset, data: str) -> None:
+    """Refuses rows that cannot be supervised, naming the first."""
+    columns = rows.column_names
+    for index, row in enumerate(rows):
+        if "messages" in columns and not any(message["role"] == "assistant" for message in row["messages"]):
+            raise ValueError(f"data: row {index} of {data!r}: found messages without an assistant's, wanted one")
+        for name in {"labels", "assistant_masks", "completion_mask"}.intersection(columns):
+            if "input_ids" in columns and len(row[name]) != len(row["input_ids"]):
+                found, wanted = len(row[name]), len(row["input_ids"])
+                raise ValueError(f"data: row {index} of {data!r}: {name}: found {found} entries, wanted {wanted}")
 
 
 def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArguments) -> dict[str, Any]:
@@ -76,6 +100,9 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     Returns:
         The metrics of training (`train_*`) and, with held-out rows, of the last evaluation (`eval_*`).
     """
+    check_spares_target(training_args.output_dir, script_args.target)
+    for name in ("drafter", "target"):
+        _check_model_type(name, getattr(script_args, name))
     train, held_out = load_rows(script_args.data, script_args.data_split), None
     if script_args.eval_data:
         held_out = load_rows(script_args.eval_data, script_args.data_split)
@@ -122,6 +149,20 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     if trainer.is_world_process_zero():
         write_provenance(training_args.output_dir, record | {"metrics": metrics})
     return metrics
+
+
+def _check_model_type(name: str, model: str) -> None:
+    """Refuses a local folder of the other kind: a target where the drafter is wanted, or the reverse."""
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return  # a Hub id, or left to from_pretrained
+    try:
+        model_type = json.loads(config.read_bytes()).get("model_type")
+    except (ValueError, AttributeError):
+        raise ValueError(f"{name}: {config}: found no JSON object, wanted a model's configuration") from None
+    if (model_type == HyperDFlashConfig.model_type) != (name == "drafter"):
+        wanted = "a drafter ('hyperdflash')" if name == "drafter" else "a target"
+        raise ValueError(f"{name}: found model_type {model_type!r} in {model!r}, wanted {wanted}")
 
 
 def _provenance(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -24,6 +25,28 @@ def check_output_folder(output: str | os.PathLike, overwrite: bool = False) -> N
             f"output: found the folder {str(output)!r} with something in it, wanted an empty one, no such path, or "
             "overwrite"
         )
+
+
+def check_spares_target(output: str | os.PathLike, target: str | os.PathLike) -> None:
+    """Whether a drafter may be written to `output` without harm: apart from the target, and over no other model.
+
+    Raises:
+        ValueError: `output` is the target's folder, in it, or around it.
+        FileExistsError: `output` holds a model that is no drafter.
+    """
+    final, other = Path(output).resolve(), Path(target).resolve()
+    if other.is_dir() and (final == other or final in other.parents or other in final.parents):
+        raise ValueError(f"output: found {str(output)!r}, wanted a folder apart from the target, {str(target)!r}")
+    config = final / "config.json"
+    if config.is_file():
+        try:
+            model_type = json.loads(config.read_bytes()).get("model_type")
+        except (ValueError, AttributeError):
+            model_type = None
+        if model_type != "hyperdflash":
+            raise FileExistsError(
+                f"output: found {str(output)!r}, which holds a model of type {model_type!r}, wanted a drafter's folder"
+            )
 
 
 @contextmanager
@@ -58,4 +81,4 @@ def whole_folder(output: str | os.PathLike, overwrite: bool = False) -> Iterator
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-__all__ = ["check_output_folder", "whole_folder"]
+__all__ = ["check_output_folder", "check_spares_target", "whole_folder"]
