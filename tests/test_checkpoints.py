@@ -44,6 +44,13 @@ def test_weights_are_bfloat16_and_say_where_they_come_from(folder):
     assert "held-out" in card.lower() or "held out" in card.lower()
 
 
+def test_the_code_beside_the_drafter_is_the_packages_own():
+    for kind in ("configuration", "modeling", "generation"):
+        name = f"{kind}_hyperdflash.py"
+        package_copy = EMBEDDED_DRAFTER.parent.parent / name
+        assert (EMBEDDED_DRAFTER / name).read_text() == package_copy.read_text(), f"copy {name} to the checkpoint"
+
+
 def test_all_checkpoints_together_stay_below_40_megabytes():
     size = sum(path.stat().st_size for path in EMBEDDED_TARGET.parent.rglob("*") if path.is_file())
     assert size <= 40_000_000

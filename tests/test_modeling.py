@@ -194,6 +194,18 @@ def test_round_trip_keeps_weights_dtype_and_float32_gates(tmp_path, dtype, varia
         assert torch.equal(b, a.to(expected)) and torch.equal(b, c), name
 
 
+def test_generation_settings_travel_with_the_drafter_and_broken_ones_are_an_error(tmp_path):
+    model = make()
+    model.generation_config.num_assistant_tokens = 3
+    model.save_pretrained(tmp_path)
+    assert AutoModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens == 3
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(OSError, match="generation_config.json"):
+        AutoModel.from_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert AutoModel.from_pretrained(tmp_path).generation_config.speculation_type == "dflash"
+
+
 def test_installed_package_loads_a_folder_without_trusting_remote_code(tmp_path):
     make().save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is HyperDFlashConfig

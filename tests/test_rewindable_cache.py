@@ -312,3 +312,19 @@ def test_a_cache_that_cannot_be_rewound_is_refused_by_name(target):
     static = StaticCache(config=LlamaConfig(num_hidden_layers=2), max_cache_len=8)
     with pytest.raises(ValueError, match="StaticLayer"):
         make_rewindable(static)
+
+
+def test_a_rollback_past_what_the_record_still_holds_is_refused_before_any_layer_changes(make_target):
+    target = make_target()
+    cache = make_rewindable(DynamicCache(config=target.config))
+    input_ids = torch.randint(3, 60, (1, 200))
+    with torch.no_grad():
+        with rewindable(cache, max_rollback=2):
+            target(input_ids, cache=cache)
+        for tokens in (3, 7, 40, 150):
+            with pytest.raises(ValueError, match="reaches back to the last 2"):
+                cache.crop(-tokens)
+        cache.crop(-2)
+        found = target(input_ids[:, 198:], cache=cache).logits
+        wanted = target(input_ids).logits[:, 198:]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

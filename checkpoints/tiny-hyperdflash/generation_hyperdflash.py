@@ -135,6 +135,8 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
         kept = keys.shape[-2] if self.max_rollback is None else self.sliding_window - 1 + self.max_rollback
         self.keys = keys[:, :, -kept:, :]
         self.values = self.keys if values is keys else values[:, :, -kept:, :]
+        if self.max_rollback is not None:  # what the record no longer holds cannot be taken back later either
+            self._committed = max(self._committed, self.cumulative_length - self.max_rollback)
 
         visible = self.sliding_window - 1 + query_length
         return keys[:, :, -visible:, :], values[:, :, -visible:, :]
@@ -1068,6 +1070,7 @@ def check_assisted_call(
         "prompt_lookup_num_tokens": (generation_config.prompt_lookup_num_tokens, (None,)),
         "assistant_early_exit": (generation_config.assistant_early_exit, (None,)),
         "use_mtp": (generation_config.use_mtp, (None, False)),
+        "dola_layers": (generation_config.dola_layers, (None,)),
     }
     for name, (found, allowed) in rules.items():
         if found not in allowed:
@@ -1089,6 +1092,8 @@ def check_inputs(
     """Raise `ValueError` for inputs that cannot be verified a block at a time."""
     if input_ids.shape[0] != 1:
         raise ValueError(f"batch size: found {input_ids.shape[0]}, wanted 1: assisted generation takes one sequence.")
+    if input_ids.shape[1] == 0:
+        raise ValueError("`input_ids`: found no tokens, wanted at least one.")
     if cache is None:
         raise ValueError("`cache`: found None, wanted a cache: drafts are verified on top of it (`use_cache=True`).")
     num_layers = target.config.get_text_config().num_hidden_layers

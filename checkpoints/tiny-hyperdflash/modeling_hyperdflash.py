@@ -24,6 +24,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
     MuseGlimmerAssistantRMSNorm,
     MuseGlimmerAssistantRotaryEmbedding,
 )
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation_hyperdflash import install_hooks
@@ -264,10 +265,15 @@ class HyperDFlashModel(HyperDFlashPreTrainedModel):
         }
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        try:
+        # A folder without one keeps the defaults of `__init__`; one that cannot be read is an error
+        file = cached_file(
+            pretrained_model_name_or_path,
+            GENERATION_CONFIG_NAME,
+            _raise_exceptions_for_missing_entries=False,
+            **hub_kwargs,
+        )
+        if file is not None:
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
-        except OSError:
-            pass  # a folder without one: the defaults of `__init__` stand
         return loaded
 
 
