@@ -52,8 +52,10 @@ class DecodingArguments:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: found {self.max_new_tokens}, wanted at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature: found {self.temperature}, wanted 0 or more")
+        if not (self.temperature == 0 or 1e-3 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature: found {self.temperature}, wanted 0, or a number from 0.001 on")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: found {self.top_p}, wanted above 0 and at most 1")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype: found {self.dtype!r}, wanted one of auto, float32, bfloat16, float16")
 
@@ -76,6 +78,11 @@ class DemoArguments(DecodingArguments):
     target: str = field(default=str(EMBEDDED_TARGET), metadata={"help": "Target; the embedded one by default."})
     drafter: str = field(default=str(EMBEDDED_DRAFTER), metadata={"help": "Drafter; the embedded one by default."})
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.prompts <= len(DEMO_PROMPTS):
+            raise ValueError(f"prompts: found {self.prompts}, wanted 1 to {len(DEMO_PROMPTS)}")
+
 
 @dataclass
 class GenerateArguments(DecodingArguments):
@@ -91,6 +98,8 @@ class GenerateArguments(DecodingArguments):
         super().__post_init__()
         if (self.prompt is None) == (self.prompt_file is None):
             raise ValueError("prompt: wanted exactly one of --prompt and --prompt_file (`--prompt -` reads stdin)")
+        if self.num_draft_tokens is not None and self.drafter is None:
+            raise ValueError(f"num_draft_tokens: found {self.num_draft_tokens} without a drafter, wanted one")
 
     def read_prompt(self) -> str:
         if self.prompt_file is not None:
@@ -140,19 +149,31 @@ class MarkedStreamer:
 def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     """(target, tokenizer, drafter or `None`) on `args.device`, in `args.dtype`, ready to generate."""
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from . import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
 
     for name, path in (("target", target), ("drafter", drafter)):
         if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
             raise FileNotFoundError(f"{name}: no folder {path}")
+    logging.disable_progress_bar()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: found {device!r}, wanted one that this torch has ({error})") from None
+    target_type = AutoConfig.from_pretrained(target, trust_remote_code=args.trust_remote_code).model_type
+    if target_type == "hyperdflash":
+        raise ValueError(f"target: found a drafter in {target!r}, wanted the target that it drafts for")
     common = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(target)
     target_model = AutoModelForCausalLM.from_pretrained(target, **common).to(device).eval()
     drafter_model = None
     if drafter is not None:
+        drafter_type = AutoConfig.from_pretrained(drafter, trust_remote_code=args.trust_remote_code).model_type
+        if drafter_type != "hyperdflash":
+            raise ValueError(f"drafter: found a model of type {drafter_type!r} in {drafter!r}, wanted 'hyperdflash'")
         drafter_model = AutoModel.from_pretrained(drafter, **common).to(device).eval()
         if args.num_draft_tokens is not None:
             drafter_model.generation_config.num_assistant_tokens = args.num_draft_tokens
@@ -250,6 +271,8 @@ def generate(args: GenerateArguments) -> int:
     from rich.console import Console
 
     prompt = args.read_prompt()
+    if not prompt:
+        raise ValueError("prompt: found nothing, wanted text")
     target, tokenizer, drafter = load_pair(args.target, args.drafter, args)
     inputs = encode(tokenizer, prompt, args, target.device, args.raw)
     streamer = None if args.json else MarkedStreamer(tokenizer, Console(highlight=False))
@@ -309,6 +332,16 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 }
 
 
+# What libraries raise for bad files and is neither a ValueError nor an OSError; by name, so that none need be imported
+BAD_INPUT_ERRORS = {
+    "ParserError",  # yaml
+    "SafetensorError",
+    "ScannerError",  # yaml
+    "StrictDataclassClassValidationError",  # a config's fields
+    "StrictDataclassFieldValidationError",
+}
+
+
 def usage() -> str:
     lines = [f"  {verb:<10} {text}" for verb, (_, text) in VERBS.items()]
     return "\n".join(
@@ -333,8 +366,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return VERBS[verb][0](rest)
-    except (ValueError, OSError) as error:
-        print(f"hyperdflash {verb}: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if not isinstance(error, (ValueError, OSError)) and type(error).__name__ not in BAD_INPUT_ERRORS:
+            raise
+        print(f"hyperdflash {verb}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

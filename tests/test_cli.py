@@ -136,6 +136,14 @@ def test_options_come_from_a_file_and_flags_go_over_it(capsys, tmp_path, target_
         (["generate", "--prompt", "a", "--drafter", "./no/such/drafter"], "drafter"),
         (["generate", "--prompt", "a", "--dtype", "int3"], "dtype"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "temperature"),
+        (["generate", "--prompt", "a", "--temperature", "nan"], "temperature"),
+        (["generate", "--prompt", "a", "--top_p", "7"], "top_p"),
+        (["generate", "--prompt", "a", "--num_draft_tokens", "3"], "num_draft_tokens"),
+        (["generate", "--prompt", "", "--raw"], "prompt"),
+        (["generate", "--prompt", "a", "--device", "no-such-device"], "device"),
+        (["generate", "--prompt", "a", "--drafter", str(EMBEDDED_TARGET)], "drafter: found a model of type"),
+        (["generate", "--prompt", "a", "--target", str(EMBEDDED_DRAFTER)], "target: found a drafter"),
+        (["demo", "--prompts", "0"], "prompts"),
         (["generate", "--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens"),
         (["init", "--target", "./no/such/target", "--output", "out"], "no/such/target"),
     ],
@@ -145,6 +153,15 @@ def test_bad_input_is_one_line_that_names_the_field_and_exit_code_2(capsys, argv
     assert code == 2
     assert out == ""
     assert named in err and err.startswith("hyperdflash") and err.count("\n") == 1
+
+
+def test_a_truncated_checkpoint_is_one_line_as_well(capsys, tmp_path):
+    shutil.copytree(EMBEDDED_DRAFTER, tmp_path / "drafter")
+    weights = tmp_path / "drafter" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, _, err = run(capsys, "generate", *PAIR[:2], "--drafter", str(tmp_path / "drafter"), "--prompt", "a")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("hyperdflash generate: error:")
 
 
 def test_init_train_and_generate_follow_each_other(capsys, tmp_path, target_text):
@@ -160,7 +177,7 @@ def test_init_train_and_generate_follow_each_other(capsys, tmp_path, target_text
         capsys,
         *("train", "--drafter", str(start), "--target", str(EMBEDDED_TARGET), "--data", str(data)),
         *("--output_dir", str(output), "--max_steps", "2", "--per_device_train_batch_size", "2", "--num_anchors", "4"),
-        *("--report_to", "none", "--use_cpu", "true", "--bf16", "false", "--save_strategy", "no"),
+        *("--report_to", "none", "--save_strategy", "no"),
     )
     assert code == 0, err
     shutil.rmtree(start)
