@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTTrainer
@@ -278,6 +279,8 @@ class HyperDFlashTrainer(SFTTrainer):
 
     @torch.no_grad()
     def _record(self, sums: BlockSums, context: torch.Tensor, attention_mask: torch.LongTensor) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.unshard()  # the reducer, in the group of the root, may have been sharded behind the forward
         attention_mask = attention_mask * (sums.blocks[0] > 0)  # a row that only keeps its process company is not seen
         gates = gate_sums(base_drafter(self.model).reducer, context, attention_mask.sum(dim=1).tolist())
         window = LogWindow(sums, attention_mask.sum(), gates)
@@ -332,6 +335,10 @@ class HyperDFlashTrainer(SFTTrainer):
         return self.model
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        wrapped = type(base_drafter(self.model))
+        if issubclass(wrapped, FSDPModule):  # a class made by torch, whose file would be saved as the drafter's code
+            drafter = next(cls for cls in wrapped.__mro__[1:] if issubclass(cls, HyperDFlashModel))
+            wrapped.__name__, wrapped.__module__ = drafter.__name__, drafter.__module__
         super()._save(output_dir, state_dict)
         if self.args.should_save and self.provenance is not None:
             write_provenance(self.args.output_dir if output_dir is None else output_dir, self.provenance)

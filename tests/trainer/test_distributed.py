@@ -13,19 +13,16 @@ from safetensors.torch import load_file
 from hyperdflash.cli import main
 from hyperdflash.trainer.sampling import SeededLengthGroupedSampler, drop_repeated_rows
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 
-
-def launch(folder, settings, *launcher):
-    """Runs `hyperdflash train` under a launcher, in processes of their own, on two CPU processes."""
+def launch(folder, settings, program=("-m", "hyperdflash.cli")):
+    """Runs `hyperdflash train` in two processes on the CPU, and returns what they print."""
     (folder / "recipe.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    command = [sys.executable, "-m", *launcher, "-m", "hyperdflash.cli", "train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [*command, "--config", str(folder / "recipe.yaml")], env=environment, capture_output=True, text=True
-    )
+    arguments = ["train", "--config", str(folder / "recipe.yaml")]
+    result = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
-    return result
+    return result.stdout
 
 
 def history(output):
@@ -76,19 +73,38 @@ def single(pair, tmp_path_factory):
 
 def test_two_processes_train_as_one(single, tmp_path):
     settings = single | {"output_dir": str(tmp_path / "out"), "gradient_accumulation_steps": 1}
-    result = launch(tmp_path, settings, "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    printed = launch(tmp_path, settings)
     assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
-    assert json.loads(result.stdout)["eval_loss"] > 0  # one process prints, as JSON
+    assert json.loads(printed)["eval_loss"] > 0  # one process prints, as JSON
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert record["batch"] == {"rows_per_step": 8, "processes": 2}
 
 
-def test_fsdp2_trains_as_one_process(single, tmp_path):
-    settings = single | {"output_dir": str(tmp_path / "out"), "gradient_accumulation_steps": 1}
-    config = str(RECIPES / "accelerate" / "fsdp2.yaml")
-    options = ("--config_file", config, "--num_processes", "2", "--use_cpu")
-    launch(tmp_path, settings, "accelerate.commands.accelerate_cli", "launch", *options)
+# accelerate switches FSDP on for GPUs and their like only: a run on several CPU processes is told that it is one
+FSDP_ON_CPU = """
+import sys
+from accelerate import DistributedType, PartialState
+
+PartialState(cpu=True)
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+from hyperdflash.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_fsdp2_trains_as_one_process(reshard, single, tmp_path):
+    layer = "MuseGlimmerAssistantDecoderLayer"
+    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": layer, "reshard_after_forward": reshard}
+    settings = single | {"gradient_accumulation_steps": 1, "fsdp": "true", "fsdp_config": fsdp}
+    (tmp_path / "program.py").write_text(FSDP_ON_CPU)
+    launch(tmp_path, settings | {"output_dir": str(tmp_path / "out")}, program=[str(tmp_path / "program.py")])
     assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["HyperDFlashModel"]
+    assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashModel"
     assert (tmp_path / "out" / "modeling_hyperdflash.py").is_file()
 
 
