@@ -163,8 +163,8 @@ class HyperDFlashTrainer(SFTTrainer):
         self, batch: dict[str, torch.Tensor], rows: Dataset | IterableDataset, batch_size: int
     ) -> dict[str, torch.Tensor]:
         """`batch`, or if it is its loader's last, what it holds of rows that this epoch has not had yet."""
-        known = isinstance(rows, Dataset) and self.args.train_sampling_strategy != "batch_rebalance"
-        if not known or self.args.dataloader_drop_last or not self.accelerator.gradient_state.end_of_dataloader:
+        last = self.accelerator.gradient_state.end_of_dataloader
+        if not last or self.args.dataloader_drop_last or not isinstance(rows, Dataset):
             return batch
         return drop_repeated_rows(
             batch, len(rows), self.accelerator.process_index, self.accelerator.num_processes, batch_size
@@ -190,7 +190,7 @@ class HyperDFlashTrainer(SFTTrainer):
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
         """The micro-batches of one step, each with its `anchors`, and `[D]`: the blocks of all ranks, slot by slot."""
         batches = list(islice(epoch_iterator, num_batches))
-        if batches:
+        if batches and self.args.train_sampling_strategy != "batch_rebalance":  # it repeats no rows
             batches[-1] = self._without_repeated_rows(batches[-1], self.train_dataset, self._train_batch_size)
         blocks = torch.zeros(self.geometry.num_draft_tokens, device=device)
         for batch in batches:

@@ -56,9 +56,8 @@ def single(pair, tmp_path_factory):
         "output_dir": str(tmp_path_factory.mktemp("single")),
         "use_cpu": True,
         "bf16": False,
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 2,
         "max_steps": 50,
         "num_anchors": 6,
         "logging_steps": 1,
@@ -72,7 +71,7 @@ def single(pair, tmp_path_factory):
 
 
 def test_two_processes_train_as_one(single, tmp_path):
-    settings = single | {"output_dir": str(tmp_path / "out"), "gradient_accumulation_steps": 1}
+    settings = single | {"output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 4}
     printed = launch(tmp_path, settings)
     assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
     assert json.loads(printed)["eval_loss"] > 0  # one process prints, as JSON
@@ -98,7 +97,7 @@ sys.exit(main(sys.argv[1:]))
 def test_fsdp2_trains_as_one_process(reshard, single, tmp_path):
     layer = "MuseGlimmerAssistantDecoderLayer"
     fsdp = {"version": 2, "transformer_layer_cls_to_wrap": layer, "reshard_after_forward": reshard}
-    settings = single | {"gradient_accumulation_steps": 1, "fsdp": "true", "fsdp_config": fsdp}
+    settings = single | {"per_device_train_batch_size": 4, "fsdp": True, "fsdp_config": fsdp}
     (tmp_path / "program.py").write_text(FSDP_ON_CPU)
     launch(tmp_path, settings | {"output_dir": str(tmp_path / "out")}, program=[str(tmp_path / "program.py")])
     assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
