@@ -176,8 +176,8 @@ def test_what_a_drafter_cannot_be_adapted_with_is_refused_by_name(lora, target, 
         make(LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="freeze_reducer: found True together with 'reducer'"):
         make(lora_config(options()), freeze_reducer=True)
-    with pytest.raises(ValueError, match="not_there"):
-        make(lora_config(options(lora_target_modules=["not_there"])))
+    with pytest.raises(ValueError, match="target_modules: found 'not_there', wanted some of .*'q_proj'"):
+        make(lora_config(options(lora_target_modules=["q_proj", "not_there"])))
     with pytest.raises(ValueError, match="merge_adapter: found True without use_peft"):
         TrainArguments(drafter="d", target="t", data="x", merge_adapter=True)
     with pytest.raises(ValueError, match="lora_r: found 0"):
