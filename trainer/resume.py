@@ -29,7 +29,7 @@ FREE_OPTIONS = frozenset(
     batch_eval_metrics data ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
     ddp_static_graph ddp_timeout debug dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
     dataloader_prefetch_factor disable_tqdm do_eval do_predict do_train fsdp fsdp_config full_determinism
-    gradient_accumulation_steps greater_is_better include_for_metrics load_best_model_at_end merge_adapter
+    gradient_accumulation_steps greater_is_better include_for_metrics load_best_model_at_end local_rank merge_adapter
     metric_for_best_model output_dir per_device_eval_batch_size per_device_train_batch_size prediction_loss_only
     project push_to_hub remember_states report_to resume_from_checkpoint run_name skip_memory_metrics
     target_init_kwargs use_cpu
