@@ -79,14 +79,17 @@ def test_two_processes_train_as_one(single, tmp_path):
     assert record["batch"] == {"rows_per_step": 8, "processes": 2}
 
 
-# accelerate switches FSDP on for GPUs and their like only: a run on several CPU processes is told that it is one
+# accelerate switches FSDP on for GPUs and their like only: it is told that the two CPU processes are GPUs
 FSDP_ON_CPU = """
 import sys
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
 
-PartialState(cpu=True)
-PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+def init(self, *args, original=PartialState.__init__, **kwargs):
+    original(self, *args, **kwargs)
+    self.distributed_type = DistributedType.MULTI_GPU
+
+PartialState.__init__ = init
 
 from hyperdflash.cli import main
 
