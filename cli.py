@@ -298,6 +298,8 @@ def parse(verb: str, argv: list[str], *dataclass_types: type) -> tuple:
     """The arguments of a verb as instances of its dataclasses, from flags and `--config`."""
     from trl import TrlParser
 
+    if argv[-1:] == ["--config"]:
+        raise ValueError("config: found nothing behind --config, wanted a YAML file")
     parser = TrlParser(dataclass_types, prog=f"hyperdflash {verb}", description=VERBS[verb][1])
     return parser.parse_args_and_config(args=argv)
 

@@ -146,6 +146,7 @@ def test_options_come_from_a_file_and_flags_go_over_it(capsys, tmp_path, target_
         (["demo", "--prompts", "0"], "prompts"),
         (["generate", "--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens"),
         (["init", "--target", "./no/such/target", "--output", "out"], "no/such/target"),
+        (["generate", "--prompt", "a", "--config"], "config: found nothing"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_field_and_exit_code_2(capsys, argv, named):
