@@ -32,6 +32,7 @@ from ..utils.provenance import package_versions
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+OPEN_SHARDS = 64
 ABANDONED_SECONDS = 3600.0  # a shard takes seconds to write
 # Options of `from_pretrained` that say where a target lies, not what it computes
 PLACEMENT = ("device_map", "max_memory", "offload_folder", "offload_buffers", "low_cpu_mem_usage", "tp_plan")
@@ -155,6 +156,7 @@ class StateCache:
         self._places: dict[str, list[tuple[Path, str]]] = {}  # of each key, shards and the row's checksum there
         self._verified: set[str] = set()
         self._damage: list[str] = []
+        self._open: dict[Path, safe_open] = {}
         if not read_only:
             self._create(manifest)
         self.check_manifest(manifest)
@@ -289,8 +291,11 @@ class StateCache:
             self._verified.discard(key)
 
     def _read(self, path: Path, key: str) -> dict[str, torch.Tensor]:
-        with safe_open(path, framework="pt") as shard:
-            return {part: shard.get_tensor(f"{key}/{part}") for part in self._parts}
+        if path not in self._open:  # each opening reads the header: milliseconds where rows are small and many
+            if len(self._open) == OPEN_SHARDS:
+                self._open.pop(next(iter(self._open)))
+            self._open[path] = safe_open(path, framework="pt")
+        return {part: self._open[path].get_tensor(f"{key}/{part}") for part in self._parts}
 
     def _note(self, damage: str) -> None:
         self._damage.append(damage)

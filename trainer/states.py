@@ -60,7 +60,8 @@ class DocumentStates:
             if dtype == torch.float8_e4m3fn:
                 states = states.float().unflatten(-1, (-1, width))  # [n, m, L, d]
                 mantissa, exponent = torch.frexp(states.abs().amax(dim=-1) / torch.finfo(dtype).max)  # [n, m, L]
-                scale = torch.exp2((exponent - (mantissa == 0.5).int()).clamp(min=-120).float())
+                exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-120)  # rounded up
+                scale = (exponent + 127 << 23).view(torch.float32)  # 2 ** exponent, to the bit on every device
                 packed[f"{name}_scale"] = scale.bfloat16()
                 states = (states / scale.unsqueeze(-1)).flatten(2)
             packed[name] = states.to(dtype).contiguous()
@@ -133,11 +134,11 @@ class LiveTargetStates(TargetStates):
         self.dtype, self.batch_size = dtype, batch_size
 
     def __call__(self, input_ids: torch.LongTensor, attention_mask: torch.LongTensor) -> DocumentStates:
-        lengths = attention_mask.sum(dim=1)
-        documents = []
-        for ids, together in zip(input_ids.split(self.batch_size), lengths.split(self.batch_size)):
-            states = self._run(ids[:, : together.max()])
-            for row, length in enumerate(together.tolist()):
+        lengths, documents = attention_mask.sum(dim=1).tolist(), []
+        for start in range(0, len(lengths), self.batch_size):
+            together = lengths[start : start + self.batch_size]
+            states = self._run(input_ids[start : start + self.batch_size, : max(together)])
+            for row, length in enumerate(together):
                 residual = states.residual[row, :length]
                 context = residual if states.context is states.residual else states.context[row, :length]
                 document = DocumentStates(context=context, residual=residual)
@@ -229,11 +230,16 @@ class CachedTargetStates(TargetStates):
             self.rows.flush()
 
     def check_complete(self, documents: Iterable[Sequence[int]]) -> None:
-        """Raises `LookupError` if there are no states of one of the documents, given as token ids."""
-        missing = [index for index, ids in enumerate(documents) if document_key(ids) not in self.rows]
+        """Raises `LookupError` if there are no states of one of the documents, given as token ids.
+
+        What the states of the others are worth is found when they are first read.
+        """
+        missing = {index: key for index, key in enumerate(map(document_key, documents)) if key not in self.rows}
         if missing:
+            first = next(iter(missing))
+            self.rows.get(missing[first])  # raises if a damaged shard may have held it
             raise LookupError(
-                f"states_cache: found no states of {len(missing)} documents, the first in row {missing[0]}, wanted "
+                f"states_cache: found no states of {len(missing)} documents, the first in row {first}, wanted "
                 "those of all, or states_source 'fill'"
             )
 

@@ -177,6 +177,8 @@ def test_float8_keeps_every_stream_to_a_sixteenth_whatever_its_size(scale, layer
     packed = DocumentStates(context=context, residual=residual).pack(torch.float8_e4m3fn)
     bytes_a_token = sum(values[0].nbytes for values in packed.values())
     assert bytes_a_token == 4 * (64 + 2) * (1 + layers)  # a byte a number, a scale of 2 a stream and layer
+    for name in ("residual_scale", "context_scale")[: 1 + bool(layers)]:
+        assert (torch.frexp(packed[name].float()).mantissa == 0.5).all()  # powers of two
     found = DocumentStates.unpack(packed)
     for kept, wanted in ((found.residual, residual), (found.context, context)):
         assert kept.dtype == torch.bfloat16 and kept.shape == wanted.shape

@@ -236,6 +236,13 @@ def test_the_verb_says_which_rows_a_cache_lacks_before_it_trains(verb, rows, tmp
     assert not (tmp_path / "refused" / "provenance.json").exists()
     losses, _ = verb("fill", "more", data=str(tmp_path / "more.jsonl"))
     assert verb("cache", "cached", data=str(tmp_path / "more.jsonl"))[0] == losses
+    torn = max((tmp_path / "cache").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=torn.name):
+        verb("cache", "refused")
+    with pytest.warns(UserWarning, match=torn.name):
+        verb("fill", "mended")
+    assert verb("cache", "cached", data=str(tmp_path / "more.jsonl"))[0] == losses
 
 
 def test_a_run_that_fails_keeps_the_rows_it_has_made(verb, loads, tmp_path, monkeypatch):
