@@ -200,7 +200,7 @@ class CachedTargetStates(TargetStates):
         self._make_source, self._source = source, None
 
     def __call__(self, input_ids: torch.LongTensor, attention_mask: torch.LongTensor) -> DocumentStates:
-        """See [`TargetStates`]. Raises `LookupError` for a document without states, where there is no `source`."""
+        """See [`TargetStates`]. Raises `ValueError` for a document without states, where there is no `source`."""
         lengths = attention_mask.sum(dim=1).tolist()
         documents = [self._document(ids[:length]) for ids, length in zip(input_ids, lengths)]
         return DocumentStates.batch(documents, input_ids.shape[1], input_ids.device)
@@ -210,7 +210,7 @@ class CachedTargetStates(TargetStates):
         packed = self.rows.get(key)
         if packed is None:
             if self._make_source is None:
-                raise LookupError(
+                raise ValueError(
                     f"states_cache: found no states of the document of {len(ids)} tokens that begins "
                     f"{ids[:8].tolist()}, wanted them, or states_source 'fill'"
                 )
@@ -230,7 +230,7 @@ class CachedTargetStates(TargetStates):
             self.rows.flush()
 
     def check_complete(self, documents: Iterable[Sequence[int]]) -> None:
-        """Raises `LookupError` if there are no states of one of the documents, given as token ids.
+        """Raises `ValueError` if there are no states of one of the documents, given as token ids.
 
         What the states of the others are worth is found when they are first read.
         """
@@ -238,7 +238,7 @@ class CachedTargetStates(TargetStates):
         if missing:
             first = next(iter(missing))
             self.rows.get(missing[first])  # raises if a damaged shard may have held it
-            raise LookupError(
+            raise ValueError(
                 f"states_cache: found no states of {len(missing)} documents, the first in row {first}, wanted "
                 "those of all, or states_source 'fill'"
             )

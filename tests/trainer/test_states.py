@@ -154,9 +154,9 @@ def test_kept_states_are_the_live_ones_to_the_bit_and_made_once(
     kept.check_complete([row[: length.sum()].tolist() for row, length in zip(ids, mask)])
     again = CachedTargetStates(kept.rows, live.modules, dtype)
     assert_same_bits(again(ids, mask), live(ids, mask), mask)
-    with pytest.raises(LookupError, match=r"1 documents, the first in row 1.*states_source 'fill'"):
+    with pytest.raises(ValueError, match=r"1 documents, the first in row 1.*states_source 'fill'"):
         again.check_complete([ids[0].tolist(), ids[0, :-1].tolist()])
-    with pytest.raises(LookupError, match=r"document of 39 tokens that begins \["):
+    with pytest.raises(ValueError, match=r"document of 39 tokens that begins \["):
         again(ids[:1, :-1], mask[:1, :-1])
 
 

@@ -231,7 +231,7 @@ def test_the_verb_says_which_rows_a_cache_lacks_before_it_trains(verb, rows, tmp
     verb("fill", "filled")
     more = Dataset.from_list([*rows, {"input_ids": list(range(3, 40)), "assistant_masks": [0] * 6 + [1] * 31}])
     more.to_json(str(tmp_path / "more.jsonl"))
-    with pytest.raises(LookupError, match="found no states of 1 documents, the first in row 10"):
+    with pytest.raises(ValueError, match="found no states of 1 documents, the first in row 10"):
         verb("cache", "refused", data=str(tmp_path / "more.jsonl"))
     assert not (tmp_path / "refused" / "provenance.json").exists()
     losses, _ = verb("fill", "more", data=str(tmp_path / "more.jsonl"))
