@@ -130,7 +130,7 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     )
     if script_args.states_source == "cache":
         for rows in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
-            states.check_complete(rows["input_ids"])
+            states.check_complete(rows.with_format("numpy")["input_ids"])
     record = _provenance(script_args, training_args, train, held_out, states)
     if trainer.is_world_process_zero():
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
