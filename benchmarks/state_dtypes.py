@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from hyperdflash import HyperDFlashModel
 from hyperdflash.trainer import (
@@ -86,6 +86,7 @@ def main() -> None:
                 rows["test"],
                 tokenizer,
             )
+            trainer.remove_callback(PrinterCallback)  # standard output is for the result
             before = trainer.evaluate()
             trainer.train()
             after = trainer.evaluate()
