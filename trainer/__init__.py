@@ -6,19 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _HOMES = {
+    "CachedTargetStates": "states",
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
-    "RememberedTargetStates": "states",
+    "StateCache": "state_cache",
     "TargetStates": "states",
     "TrainArguments": "arguments",
     "run_train": "run",
 }
 __all__ = [
+    "CachedTargetStates",
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
-    "RememberedTargetStates",
+    "StateCache",
     "TargetStates",
     "TrainArguments",
     "run_train",
@@ -27,7 +29,8 @@ __all__ = [
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
     from .run import run_train
-    from .states import LiveTargetStates, RememberedTargetStates, TargetStates
+    from .state_cache import StateCache
+    from .states import CachedTargetStates, LiveTargetStates, TargetStates
     from .trainer import HyperDFlashTrainer
 
 

@@ -10,7 +10,9 @@ import torch
 from trl import SFTConfig
 
 from .losses import Objective
-from .states import TEACHER_POOLINGS
+from .states import STATE_DTYPES, TEACHER_POOLINGS
+
+STATES_SOURCES = ("live", "cache", "fill")
 
 
 @dataclass
@@ -129,11 +131,35 @@ class TrainArguments:
         default="auto",
         metadata={"help": "Type of the target's weights: auto (as stored), bfloat16, float16, float32."},
     )
-    remember_states: bool = field(
-        default=False,
+    states_source: str = field(
+        default="live",
         metadata={
-            "help": "Keep the target's states of each document in memory after their first use, so that later epochs "
-            "do without the target: streams x width numbers a token."
+            "help": "Where the target's states come from: live, the target runs in every step; cache, states_cache "
+            "has them all and the target is not loaded; fill, a document's states are computed once and kept, in "
+            "states_cache, or in memory without one. All three train on the same numbers.",
+            "choices": list(STATES_SOURCES),
+        },
+    )
+    states_cache: str | None = field(
+        default=None,
+        metadata={"help": "Folder of kept states, for states_source cache and fill: streams x width numbers a token."},
+    )
+    states_dtype: str = field(
+        default="bfloat16",
+        metadata={
+            "help": "What states are rounded to, whatever their source: bfloat16, float32, or float8_e4m3fn with a "
+            "scale a token and stream.",
+            "choices": list(STATE_DTYPES),
+        },
+    )
+    states_shard_mb: int = field(
+        default=512, metadata={"help": "MB in a file of the cache; each process holds as much in memory to fill it."}
+    )
+    target_batch_size: int = field(
+        default=1,
+        metadata={
+            "help": "For states_source live: documents that the target runs at a time. With 1 states depend on the "
+            "document alone, as kept ones always do; more is faster where documents are short."
         },
     )
     target_init_kwargs: dict[str, Any] | str | None = field(
@@ -144,6 +170,23 @@ class TrainArguments:
     def __post_init__(self):
         if isinstance(self.target_init_kwargs, str):
             self.target_init_kwargs = json.loads(self.target_init_kwargs)
+        for name, choices in (("states_source", STATES_SOURCES), ("states_dtype", tuple(STATE_DTYPES))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"TrainArguments.{name}: found {getattr(self, name)!r}, wanted one of {choices}")
+        for name in ("states_shard_mb", "target_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainArguments.{name}: found {getattr(self, name)}, wanted at least 1")
+        live = self.states_source == "live"
+        if live and self.states_cache is not None or self.states_source == "cache" and self.states_cache is None:
+            raise ValueError(
+                f"TrainArguments.states_cache: found {self.states_cache!r}, wanted {'none' if live else 'a folder'}, "
+                f"as states_source is {self.states_source!r}"
+            )
+        if self.target_batch_size > 1 and not live:
+            raise ValueError(
+                f"TrainArguments.target_batch_size: found {self.target_batch_size}, wanted 1, as states_source is "
+                f"{self.states_source!r}: kept states depend on the document alone"
+            )
         if self.held_out < 0:
             raise ValueError(f"TrainArguments.held_out: found {self.held_out}, wanted at least 0")
         if self.held_out and self.eval_data:

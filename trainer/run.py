@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..configuration_hyperdflash import HyperDFlashConfig
@@ -19,7 +21,9 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.folders import check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
-from .states import LiveTargetStates, RememberedTargetStates
+from .state_cache import StateCache, state_manifest
+from .states import STATE_DTYPES, CachedTargetStates, LiveTargetStates, TargetStates
+from .target_modules import TargetModules, load_without_layers
 from .trainer import HyperDFlashTrainer
 
 ROW_FORMS = (
@@ -110,29 +114,24 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         parts = train.train_test_split(test_size=script_args.held_out, seed=training_args.seed)
         train, held_out = parts["train"], parts["test"]
 
-    target = AutoModelForCausalLM.from_pretrained(
-        script_args.target,
-        revision=script_args.target_revision,
-        dtype=script_args.target_dtype,
-        **(script_args.target_init_kwargs or {}),
-    )
     tokenizer = AutoTokenizer.from_pretrained(
         script_args.tokenizer or script_args.target,
         revision=None if script_args.tokenizer else script_args.target_revision,
     )
     drafter = HyperDFlashModel.from_pretrained(script_args.drafter, dtype=torch.float32)
-    if script_args.remember_states:
-        check_drafter_fits(target, drafter)
-        target = RememberedTargetStates(LiveTargetStates(target.to(training_args.device), drafter.config))
+    states = choose_states(script_args, training_args, drafter, tokenizer)
     trainer = HyperDFlashTrainer(
         model=drafter,
-        target=target,
+        target=states,
         args=training_args,
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
     )
-    record = _provenance(script_args, training_args, train, held_out)
+    if script_args.states_source == "cache":
+        for rows in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
+            states.check_complete(rows.with_format("numpy")["input_ids"])
+    record = _provenance(script_args, training_args, train, held_out, states)
     if trainer.is_world_process_zero():
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
         write_provenance(training_args.output_dir, record)
@@ -141,14 +140,64 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     if str(resume).lower() in ("true", "none"):
         folder = Path(training_args.output_dir)
         resume = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
-    metrics = trainer.train(resume_from_checkpoint=resume).metrics
-    if held_out is not None:
-        metrics |= trainer.evaluate()
+    with closing(states):
+        metrics = trainer.train(resume_from_checkpoint=resume).metrics
+        if held_out is not None:
+            metrics |= trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
         write_provenance(training_args.output_dir, record | {"metrics": metrics})
     return metrics
+
+
+def choose_states(
+    script_args: TrainArguments,
+    training_args: HyperDFlashTrainingArguments,
+    drafter: HyperDFlashModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TargetStates:
+    """The source of states that the arguments ask for. Only `states_source="live"` loads the target here.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or `states_cache` holds other states; see [`StateCache`].
+    """
+    dtype, options = STATE_DTYPES[script_args.states_dtype], script_args.target_init_kwargs or {}
+
+    def live(dtype: torch.dtype | None) -> LiveTargetStates:
+        target = AutoModelForCausalLM.from_pretrained(
+            script_args.target, revision=script_args.target_revision, dtype=script_args.target_dtype, **options
+        )
+        check_drafter_fits(target, drafter)
+        return LiveTargetStates(target, drafter.config, training_args.device, dtype, script_args.target_batch_size)
+
+    if script_args.states_source == "live":
+        return live(dtype)
+    target = load_without_layers(script_args.target, script_args.target_revision, script_args.target_dtype)
+    check_drafter_fits(target, drafter)
+    rows = {}
+    if script_args.states_cache is not None:
+        template, path = tokenizer.chat_template, training_args.chat_template_path
+        if path is not None:  # TRL will put it in place
+            template = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else path
+        rows = StateCache(
+            script_args.states_cache,
+            state_manifest(
+                target=script_args.target,
+                target_config=target.config,
+                target_dtype=target.dtype,
+                target_options=options,
+                drafter_config=drafter.config,
+                tokenizer=tokenizer,
+                chat_template=template,
+                dtype=script_args.states_dtype,
+            ),
+            read_only=script_args.states_source == "cache",
+            shard_bytes=script_args.states_shard_mb << 20,
+            rank=training_args.process_index,
+        )
+    source = partial(live, None) if script_args.states_source == "fill" else None
+    return CachedTargetStates(rows, TargetModules.of(target.to(training_args.device)), dtype, source)
 
 
 def _check_model_type(name: str, model: str) -> None:
@@ -166,7 +215,11 @@ def _check_model_type(name: str, model: str) -> None:
 
 
 def _provenance(
-    script_args: TrainArguments, training_args: HyperDFlashTrainingArguments, train: Dataset, held_out: Dataset | None
+    script_args: TrainArguments,
+    training_args: HyperDFlashTrainingArguments,
+    train: Dataset,
+    held_out: Dataset | None,
+    states: TargetStates,
 ) -> dict[str, Any]:
     data = {"train_rows": len(train), "train_files": file_fingerprints(data_files(script_args.data))}
     if held_out is not None:
@@ -177,9 +230,10 @@ def _provenance(
         for name, value in training_args.to_sanitized_dict().items()
         if name in HyperDFlashTrainingArguments.__dataclass_fields__ and name not in ("output_dir", "logging_dir")
     }
-    return collect_provenance(
-        arguments=asdict(script_args), training_arguments=changed, data=data, seed=training_args.seed
-    )
+    arguments = asdict(script_args)
+    if script_args.states_cache is not None:  # where it lies says nothing, what it is of does
+        arguments["states_cache"] = {"manifest_sha256": states.rows.manifest_sha256}
+    return collect_provenance(arguments=arguments, training_arguments=changed, data=data, seed=training_args.seed)
 
 
 __all__ = ["load_rows", "run_train"]

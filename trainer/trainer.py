@@ -59,7 +59,7 @@ class HyperDFlashTrainer(SFTTrainer):
 
     Args:
         model: the drafter.
-        target: the target, loaded in any way transformers can, or another source of [`TargetStates`].
+        target: the target, loaded in any way transformers can, or any [`TargetStates`].
         args: the training arguments.
         train_dataset, eval_dataset, formatting_func: as in [`~trl.SFTTrainer`].
         processing_class: the target's tokenizer; by default it is loaded from where the target was.
@@ -96,9 +96,7 @@ class HyperDFlashTrainer(SFTTrainer):
             check_drafter_fits(target, model)
             if processing_class is None:
                 processing_class = AutoTokenizer.from_pretrained(target.config.name_or_path)
-            if not hasattr(target, "hf_device_map"):
-                target.to(args.device)
-            target = LiveTargetStates(target, model.config)
+            target = LiveTargetStates(target, model.config, args.device)
         self.target_states = target
         if args.assistant_only_loss is None:
             sample = next(iter(train_dataset))

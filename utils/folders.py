@@ -81,4 +81,27 @@ def whole_folder(output: str | os.PathLike, overwrite: bool = False) -> Iterator
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-__all__ = ["check_output_folder", "check_spares_target", "whole_folder"]
+@contextmanager
+def whole_file(output: str | os.PathLike) -> Iterator[Path]:
+    """A context whose value is a new path beside `output`; the file written there becomes `output` at the end.
+
+    It is on the disk before it has its name, so that not even a power failure leaves half a file under that name. When
+    the context ends with an exception, the new file is deleted and `output` is what it was.
+    """
+    final = Path(output)
+    partial = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(final)
+        folder = os.open(final.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+__all__ = ["check_output_folder", "check_spares_target", "whole_file", "whole_folder"]
