@@ -9,23 +9,28 @@ _HOMES = {
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
+    "RegenerateArguments": "regeneration",
     "RememberedTargetStates": "states",
     "TargetStates": "states",
     "TrainArguments": "arguments",
+    "run_regenerate": "regeneration",
     "run_train": "run",
 }
 __all__ = [
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
+    "RegenerateArguments",
     "RememberedTargetStates",
     "TargetStates",
     "TrainArguments",
+    "run_regenerate",
     "run_train",
 ]
 
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
+    from .regeneration import RegenerateArguments, run_regenerate
     from .run import run_train
     from .states import LiveTargetStates, RememberedTargetStates, TargetStates
     from .trainer import HyperDFlashTrainer
