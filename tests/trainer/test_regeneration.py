@@ -209,7 +209,7 @@ def test_thinking_needs_a_template_that_can(tokenizer):
     plain.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match="thinking_share: found 0.5"):
         PromptRenderer(plain, arguments(thinking_share=0.5))
-    plain.chat_template += "{% if enable_thinking %}T{% endif %}"
+    plain.chat_template += "{{ messages[0]['thinking'] }}{% if enable_thinking %}T{% endif %}"
     renderer = PromptRenderer(plain, arguments(thinking_share=0.5))
     assert plain.decode(renderer.render([user("a")], True, {})) == "aT"
     assert plain.decode(renderer.render([user("a")], False, {})) == "a"

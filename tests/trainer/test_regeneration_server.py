@@ -4,13 +4,17 @@ import json
 import threading
 import time
 from collections import Counter, defaultdict
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx2
 import pytest
 from transformers import AutoTokenizer
 
 from hyperdflash.cli import EMBEDDED_TARGET, main
 from hyperdflash.trainer import RegenerateArguments, run_regenerate
+from hyperdflash.trainer.regeneration.server import _retry_after
 from hyperdflash.trainer.run import load_rows
 
 ROWS = 12
@@ -202,6 +206,21 @@ def test_waits_grow_and_the_servers_own_is_kept(server, options):
     assert 1.0 <= waits[5][0] < 2.0
     assert all(0.5 * wait <= found for wait, found in zip((0.1, 0.2, 0.4), waits[3]))
     assert waits[3][2] > waits[3][0]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("7", 7),
+        (format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True), 3600),
+        (format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True), 0),
+        ("soon", 0),
+        ("", 0),
+    ],
+)
+def test_retry_after_is_a_number_or_a_date(value, seconds):
+    response = httpx2.Response(429, headers={"Retry-After": value} if value else {})
+    assert _retry_after(response) == pytest.approx(seconds, abs=300)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])

@@ -43,17 +43,20 @@ class Answer:
 
 
 class PromptRenderer:
-    """Chat templates and thinking, as one tokenizer has them.
+    """Chat template, thinking and end tokens, as one target has them.
+
+    Args:
+        end_ids: what ends an answer beside the tokenizer's end-of-sequence token.
 
     Raises:
         ValueError: a share of rows shall think and the template has no variable for it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, args: RegenerateArguments):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, args: RegenerateArguments, end_ids: set[int] | None = None):
         self.tokenizer, self.args = tokenizer, args
-        self.end_id: int = tokenizer.eos_token_id
+        self.end_ids: set[int] = {tokenizer.eos_token_id} | (end_ids or set())
         template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-        known = (name for name in THINKING_VARIABLES if re.search(rf"\b{name}\b", template))
+        known = (name for name in THINKING_VARIABLES if re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", template))
         self.thinking_variable: str | None = args.thinking_variable or next(known, None)
         if args.thinking_share and not self.thinking_variable:
             raise ValueError(
@@ -80,7 +83,7 @@ class PromptRenderer:
 
     def message(self, ids: list[int]) -> dict[str, str]:
         """An answer as a message of the conversation that goes on, its reasoning apart."""
-        text = self.tokenizer.decode(ids[:-1] if ids[-1] == self.end_id else ids)
+        text = self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids, clean_up_tokenization_spaces=False)
         reasoning, _, content = text.rpartition(THINKING_END)
         return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
 
@@ -183,7 +186,7 @@ class Conversation:
         args, cut = self.renderer.args, answer.finish_reason == "length"
         if answer.finish_reason not in ("stop", "length"):
             return self._refuse(answer.finish_reason, answer.detail)
-        if not answer.ids or answer.ids == [self.renderer.end_id]:
+        if not answer.ids or (len(answer.ids) == 1 and answer.ids[0] in self.renderer.end_ids):
             return self._refuse("empty")
         if cut and args.cut_answers == "drop":
             return self._refuse("length", f"{len(answer.ids)} tokens")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
@@ -44,7 +44,7 @@ def run_regenerate(args: RegenerateArguments) -> dict[str, Any]:
         _check_device(args.device)
     rows, data = _load_rows(args)
     tokenizer = _load_tokenizer(args)
-    renderer = PromptRenderer(tokenizer, args)
+    renderer = PromptRenderer(tokenizer, args, _end_ids(args))
     settings = _settings(args, tokenizer, renderer, data)
     rows = rows.shuffle(seed=args.seed)
     if args.max_rows is not None:
@@ -57,7 +57,10 @@ def run_regenerate(args: RegenerateArguments) -> dict[str, Any]:
         rows_before, tokens_before = files.answers.rows, files.answers.tokens
         seconds = 0.0
         if len(conversations):
-            backend = ServerBackend(args, tokenizer) if args.server else _load_target(args, tokenizer)
+            if args.server:
+                backend = ServerBackend(args, tokenizer, renderer.end_ids)
+            else:
+                backend = _load_target(args, renderer.end_ids)
             seconds = _ask(backend, conversations, files, total=len(rows))
         tokens = files.answers.tokens - tokens_before
         return {
@@ -147,7 +150,16 @@ def _load_tokenizer(args: RegenerateArguments) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_target(args: RegenerateArguments, tokenizer: PreTrainedTokenizerBase) -> TargetBackend:
+def _end_ids(args: RegenerateArguments) -> set[int]:
+    """The end tokens that the target's generation config has, if there is one."""
+    try:
+        ends = GenerationConfig.from_pretrained(args.target, revision=args.target_revision).eos_token_id
+    except OSError:
+        return set()
+    return set(ends) if isinstance(ends, list) else {ends} - {None}
+
+
+def _load_target(args: RegenerateArguments, end_ids: set[int]) -> TargetBackend:
     attention = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     target = AutoModelForCausalLM.from_pretrained(
         args.target,
@@ -158,10 +170,9 @@ def _load_target(args: RegenerateArguments, tokenizer: PreTrainedTokenizerBase) 
     ).eval()
     if not hasattr(target, "hf_device_map"):
         target.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ends = target.generation_config.eos_token_id
     return TargetBackend(
         target,
-        end_ids={tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends] if ends is not None else [])},
+        end_ids=end_ids,
         max_new_tokens=args.max_new_tokens,
         top_p=args.top_p,
         batch_size=args.batch_size,

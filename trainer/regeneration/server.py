@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class ServerBackend:
         ValueError: an answer that is not of the API's form.
     """
 
-    def __init__(self, args: RegenerateArguments, tokenizer: PreTrainedTokenizerBase):
-        self.args, self.tokenizer = args, tokenizer
+    def __init__(self, args: RegenerateArguments, tokenizer: PreTrainedTokenizerBase, end_ids: set[int]):
+        self.args, self.tokenizer, self.end_ids = args, tokenizer, end_ids
         self.url = args.server.rstrip("/") + "/completions"
         self.answered = 0  # requests so far
 
@@ -131,9 +132,8 @@ class ServerBackend:
                 "server: found an answer without token_ids, wanted a server that returns them (vLLM, from 0.10.2 on) "
                 "or token_ids text"
             )
-        end = self.tokenizer.eos_token_id
-        if reason == "stop" and ids[-1:] != [end]:
-            ids = [*ids, end]  # it is what ended the answer: no stop strings are sent
+        if reason == "stop" and not self.end_ids.intersection(ids[-1:]):
+            ids = [*ids, self.tokenizer.eos_token_id]  # it is what ended the answer: no stop strings are sent
         return Answer(ids, reason or "none")
 
     async def _post(self, client: httpx2.AsyncClient, request: dict[str, Any]) -> Any:
@@ -156,9 +156,7 @@ class ServerBackend:
                 trouble = f"no answer in {self.args.request_timeout} seconds"
             except httpx2.RequestError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
-            except ValueError as error:
-                if isinstance(error, RequestRefused):
-                    raise
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 trouble = f"a body that is not JSON ({error})"
             if attempt == 0:
                 answered_before = self.answered

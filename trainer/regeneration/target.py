@@ -114,7 +114,7 @@ class TargetBackend:
     @torch.inference_mode()
     def answers(self, questions: list[Question]) -> Iterator[tuple[int, Answer]]:
         """`(index, answer)` for each of a batch of questions, as they finish."""
-        device = self.model.device
+        device = self.model.device  # where ids go in; a model spread over devices has its logits elsewhere
         prompts = [question.input_ids for question in questions]
         position = min(map(len, prompts))
         uniforms = torch.stack([self._uniforms(question.seed) for question in questions])  # [b, max_new_tokens]
@@ -125,11 +125,12 @@ class TargetBackend:
         input_ids = torch.tensor([prompt[:position] for prompt in prompts])  # [b, position]
         while rows:
             output = self.model(input_ids=input_ids.to(device), cache=cache, use_cache=True, logits_to_keep=1)
+            logits = output.logits[:, -1].float()  # [b, V]
             steps = [max(position - len(prompts[row]), 0) for row in rows]
             chosen = choose(
-                output.logits[:, -1].float(),
-                temperatures[rows].to(device),
-                uniforms[rows, steps].to(device),
+                logits,
+                temperatures[rows].to(logits.device),
+                uniforms[rows, steps].to(logits.device),
                 self.top_p,
             ).tolist()
             keep = []
