@@ -15,6 +15,7 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from ...configuration_hyperdflash import HyperDFlashConfig
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
 from ..run import data_files, read_rows
@@ -127,9 +128,10 @@ def _load_rows(args: RegenerateArguments) -> tuple[Dataset, Any]:
             rows = rows.select_columns([column, *others])
             if "id" in others and len({value for value in rows["id"] if value is not None}) < len(rows):
                 rows = rows.remove_columns("id")
-            files = data_files(args.data)
-            lines = (json.dumps(row, sort_keys=True, default=str).encode() for row in rows)
-            identity = file_fingerprints(files) if files else _digest(lines)
+            if files := data_files(args.data):
+                identity = file_fingerprints(files)
+            else:
+                identity = _digest(json.dumps(row, sort_keys=True, default=str).encode() for row in rows)
             return rows.add_column("index", list(range(len(rows)))), identity
     raise ValueError(f"data: found the columns {rows.column_names} in {args.data!r}, wanted one of {ROW_FORMS}")
 
@@ -207,19 +209,15 @@ def _settings(
 def _target_identity(args: RegenerateArguments) -> str:
     """The target's weights, as far as can be told without reading them all: the commit of a Hub id; of a folder a
     digest of its config and of names, sizes and the two ends of its weight files; on a server, its name there."""
-    folder = Path(args.target)
     if args.server:
         return args.server_model or args.target
-    if not folder.is_dir():
-        config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
-        if config.model_type == "hyperdflash":
-            raise ValueError(f"target: found a drafter in {args.target!r}, wanted the target that it drafts for")
-        return str(getattr(config, "_commit_hash", None) or args.target_revision or args.target)
-    config = folder / "config.json"
-    if json.loads(config.read_bytes()).get("model_type") == "hyperdflash":
+    config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
+    if config.model_type == HyperDFlashConfig.model_type:
         raise ValueError(f"target: found a drafter in {args.target!r}, wanted the target that it drafts for")
-    parts = [config.read_bytes()]
-    for path in sorted(folder.glob("*.safetensors")):
+    if not Path(args.target).is_dir():
+        return getattr(config, "_commit_hash", None) or args.target_revision or args.target
+    parts = [(Path(args.target) / "config.json").read_bytes()]
+    for path in sorted(Path(args.target).glob("*.safetensors")):
         with path.open("rb") as file:
             head, size = file.read(SAMPLED_BYTES), path.stat().st_size
             file.seek(max(size - SAMPLED_BYTES, 0))

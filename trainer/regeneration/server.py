@@ -67,7 +67,7 @@ class ServerBackend:
 
     async def _run(self, conversations: Conversations, finish: Callable[[Conversation], None]) -> None:
         key = os.environ.get(self.args.api_key_variable)
-        limits = httpx2.Limits(max_connections=self.args.concurrency)
+        limits = httpx2.Limits(self.args.concurrency, max_keepalive_connections=self.args.concurrency)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=None) as client:
             await self._probe(client, conversations)
