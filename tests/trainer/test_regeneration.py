@@ -320,6 +320,15 @@ def test_rows_of_unknown_settings_are_not_added_to(tmp_path):
         ResponseFiles(str(path), {}, {}, False)
 
 
+def test_two_runs_do_not_write_the_same_file(tmp_path):
+    path = str(tmp_path / "rows.jsonl")
+    with ResponseFiles(path, {}, {}, False):
+        with pytest.raises(FileExistsError, match="another run"):
+            ResponseFiles(path, {}, {}, False)
+    with ResponseFiles(path, {}, {}, False):
+        pass
+
+
 # The verb, on the embedded target
 
 PROMPTS = [

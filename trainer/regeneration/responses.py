@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from .prompts import Conversation
 from .server import FAILED
@@ -26,31 +29,31 @@ class LineFile:
     """
 
     def __init__(self, path: Path):
-        self.path = path
         self.ids: set[str] = set()
-        size = offset = complete = 0
-        if path.exists():
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                pending: list[dict[str, Any]] = []
-                for number, line in enumerate(file, 1):
-                    offset += len(line)
-                    try:
-                        row = json.loads(line) if line.endswith(b"\n") else None
-                    except ValueError:
-                        row = None
-                    if not isinstance(row, dict) and offset < size:
-                        raise ValueError(f"output: line {number} of {path}: found no JSON object, wanted a row")
-                    if not isinstance(row, dict):
-                        break
-                    pending.append(row)
-                    if row.get("part") == row.get("parts"):
-                        complete = offset
-                        self._count(pending)
-                        pending = []
-        if complete < size:
+        if path.exists() and (complete := self._read(path)) < path.stat().st_size:
             os.truncate(path, complete)
         self._file = path.open("ab")
+
+    def _read(self, path: Path) -> int:
+        """Counts what is complete, and returns how many bytes that is."""
+        size, offset, complete = path.stat().st_size, 0, 0
+        pending: list[dict[str, Any]] = []
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                offset += len(line)
+                try:
+                    row = json.loads(line) if line.endswith(b"\n") else None
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    if offset < size:
+                        raise ValueError(f"output: line {number} of {path}: found no JSON object, wanted a row")
+                    break
+                pending.append(row)
+                if row.get("part") == row.get("parts"):
+                    self._count(pending)
+                    pending, complete = [], offset
+        return complete
 
     def _count(self, rows: list[dict[str, Any]]) -> None:
         self.ids.update(row["id"] for row in rows)
@@ -105,29 +108,35 @@ class ResponseFiles:
 
     Raises:
         ValueError: the answers are of a run with other settings. The message names the first that differs.
-        FileExistsError: answers without a manifest, or a folder.
+        FileExistsError: answers without a manifest, a folder, or another run that writes them.
     """
 
     def __init__(self, output: str, settings: dict[str, Any], provenance: dict[str, Any], every_turn: bool):
         path = Path(output).absolute()
         if path.is_dir():
             raise FileExistsError(f"output: found the folder {output!r}, wanted a file")
-        manifest, skipped = (path.with_name(path.name + ending) for ending in (".manifest", ".skipped"))
-        if path.exists() and path.stat().st_size:
-            if not manifest.exists():
-                raise FileExistsError(f"output: found {output!r} without {manifest.name}, wanted both or neither")
-            record = json.loads(manifest.read_text(encoding="utf-8"))
-            check_settings(record["settings"], settings, manifest.name)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            skipped.unlink(missing_ok=True)
-            partial = manifest.with_name(manifest.name + ".partial")
-            record = {"settings": settings, "provenance": provenance}
-            partial.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            partial.replace(manifest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        manifest, skipped, lock = (path.with_name(path.name + end) for end in (".manifest", ".skipped", ".lock"))
         self.every_turn = every_turn
-        self.answers = AnswerFile(path)
-        self.skipped = SkippedFile(skipped)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(FileLock(lock, timeout=0))
+            except Timeout:
+                raise FileExistsError(f"output: found another run that writes {output!r}, wanted it ended") from None
+            if path.exists() and path.stat().st_size:
+                if not manifest.exists():
+                    raise FileExistsError(f"output: found {output!r} without {manifest.name}, wanted both or neither")
+                record = json.loads(manifest.read_text(encoding="utf-8"))
+                check_settings(record["settings"], settings, manifest.name)
+            else:
+                skipped.unlink(missing_ok=True)
+                partial = manifest.with_name(manifest.name + ".partial")
+                record = {"settings": settings, "provenance": provenance}
+                partial.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                partial.replace(manifest)
+            self.answers = stack.enter_context(AnswerFile(path))
+            self.skipped = stack.enter_context(SkippedFile(skipped))
+            self._open = stack.pop_all()
 
     @property
     def done(self) -> set[str]:
@@ -161,8 +170,7 @@ class ResponseFiles:
         return self
 
     def __exit__(self, *exception) -> None:
-        self.answers.__exit__(*exception)
-        self.skipped.__exit__(*exception)
+        self._open.close()
 
 
 def check_settings(wanted: dict[str, Any], found: dict[str, Any], manifest: str) -> None:
