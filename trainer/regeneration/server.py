@@ -66,8 +66,8 @@ class ServerBackend:
             raise group.exceptions[0] from None
 
     async def _run(self, conversations: Conversations, finish: Callable[[Conversation], None]) -> None:
-        key = os.environ.get(self.args.api_key_variable)
-        limits = httpx2.Limits(self.args.concurrency, max_keepalive_connections=self.args.concurrency)
+        key, many = os.environ.get(self.args.api_key_variable), self.args.concurrency
+        limits = httpx2.Limits(max_connections=many, max_keepalive_connections=many)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=None) as client:
             await self._probe(client, conversations)
