@@ -326,10 +326,18 @@ def run_train(argv: list[str]) -> int:
     return 0
 
 
+def run_regenerate(argv: list[str]) -> int:
+    from .trainer import RegenerateArguments, run_regenerate
+
+    print(json.dumps(run_regenerate(*parse("regenerate", argv, RegenerateArguments)), indent=2))
+    return 0
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "demo": (run_demo, "Run the embedded pair on built-in prompts and compare with target-only decoding."),
     "generate": (run_generate, "Answer one prompt with any target and any drafter."),
     "init": (run_init, "Start a drafter from a target's own hc_head gates."),
+    "regenerate": (run_regenerate, "Let a target answer prompts: the text that its drafter is trained on."),
     "train": (run_train, "Train a drafter on text that the target wrote."),
 }
 

@@ -10,9 +10,11 @@ _HOMES = {
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
+    "RegenerateArguments": "regeneration",
     "StateCache": "state_cache",
     "TargetStates": "states",
     "TrainArguments": "arguments",
+    "run_regenerate": "regeneration",
     "run_train": "run",
 }
 __all__ = [
@@ -20,14 +22,17 @@ __all__ = [
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
+    "RegenerateArguments",
     "StateCache",
     "TargetStates",
     "TrainArguments",
+    "run_regenerate",
     "run_train",
 ]
 
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
+    from .regeneration import RegenerateArguments, run_regenerate
     from .run import run_train
     from .state_cache import StateCache
     from .states import CachedTargetStates, LiveTargetStates, TargetStates

@@ -57,11 +57,11 @@ def _file_format(path: Path) -> str | None:
     return FILE_FORMATS.get(Path(path.name.removesuffix(".gz")).suffix)
 
 
-def load_rows(data: str, split: str = "train") -> Dataset:
-    """Rows of a file, a folder or a Hub data set, with the columns of the first form in `ROW_FORMS` that they have.
+def read_rows(data: str, split: str = "train") -> Dataset:
+    """Rows of a file, a folder or a Hub data set, as they are.
 
     Raises:
-        ValueError: the rows have none of these forms.
+        ValueError: there are no rows, or they cannot be read.
     """
     files = data_files(data)
     try:
@@ -74,6 +74,16 @@ def load_rows(data: str, split: str = "train") -> Dataset:
         raise ValueError(f"data: found {reason[0]} in {data!r}, wanted rows as JSON lines or parquet") from None
     if len(rows) == 0:
         raise ValueError(f"data: found no rows in {data!r}, wanted at least one")
+    return rows
+
+
+def load_rows(data: str, split: str = "train") -> Dataset:
+    """Rows of a file, a folder or a Hub data set, with the columns of the first form in `ROW_FORMS` that they have.
+
+    Raises:
+        ValueError: the rows have none of these forms.
+    """
+    rows = read_rows(data, split)
     for column, others in ROW_FORMS:
         if column in rows.column_names:
             rows = rows.select_columns([column, *(other for other in others if other in rows.column_names)])
