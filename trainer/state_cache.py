@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_hyperdflash import HyperDFlashConfig
+from ..utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
 from ..utils.folders import whole_file
 from ..utils.provenance import package_versions
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
-SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 OPEN_SHARDS = 64
 ABANDONED_SECONDS = 3600.0  # a shard takes seconds to write
 # Options of `from_pretrained` that say where a target lies, not what it computes
@@ -71,50 +71,23 @@ def state_manifest(
         tokenizer, chat_template: make the token ids.
         dtype: of the states that are kept.
     """
-    folder, files = Path(target), {}
-    if folder.is_dir():
-        paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-        files = {path.name: sampled_fingerprint(path) for path in paths}
+    files = checkpoint_fingerprints(target)
     text_config = target_config.get_text_config()
     return {
         "format": FORMAT,
-        "target": folder.resolve().name if files else os.fspath(target),
+        "target": Path(target).resolve().name if files else os.fspath(target),
         "target_revision": getattr(target_config, "_commit_hash", None),
         "target_files": files,
         "target_dtype": str(target_dtype).removeprefix("torch."),
         "target_options": {name: str(value) for name, value in target_options.items() if name not in PLACEMENT},
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "chat_template": chat_template and hashlib.sha256(str(chat_template).encode()).hexdigest(),
+        "chat_template": text_fingerprint(chat_template),
         "source": drafter_config.context_source,
         "target_layer_ids": list(drafter_config.target_layer_ids),
         "streams": text_config.hc_mult,
         "width": text_config.hidden_size,
         "dtype": dtype,
     }
-
-
-def sampled_fingerprint(path: str | os.PathLike) -> str:
-    """SHA-256 of a file's size and of 64 blocks of 64 KiB spread evenly over it; up to 4 MiB, of all of it.
-
-    Another training of the same model changes all of its weights, and a checkpoint of 160 GB is not read for that.
-    """
-    size = os.path.getsize(path)
-    digest = hashlib.sha256(str(size).encode())
-    last = max(size - BLOCK_BYTES, 0)
-    with open(path, "rb") as file:
-        for start in sorted({last * block // (SAMPLED_BLOCKS - 1) for block in range(SAMPLED_BLOCKS)}):
-            file.seek(start)
-            digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that makes token ids of text: of a fast tokenizer its whole pipeline, else the vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    for call_option in ("truncation", "padding"):
-        state.pop(call_option, None)
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 class StateCache:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ...configuration_hyperdflash import HyperDFlashConfig
+from ...utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
 from ..run import data_files, read_rows
@@ -26,7 +27,6 @@ from .server import ServerBackend
 from .target import TargetBackend
 
 ROW_FORMS = ("messages", "conversations", "prompt")
-SAMPLED_BYTES = 1 << 16
 
 
 def run_regenerate(args: RegenerateArguments) -> dict[str, Any]:
@@ -187,15 +187,10 @@ def _settings(
     args: RegenerateArguments, tokenizer: PreTrainedTokenizerBase, renderer: PromptRenderer, data: Any
 ) -> dict[str, Any]:
     """What a rerun must have in common with the run that it continues."""
-    backend = (
-        tokenizer.backend_tokenizer.to_str()
-        if tokenizer.is_fast
-        else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
     return args.sampling | {
         "target": _target_identity(args),
-        "tokenizer": _digest([backend.encode()]),
-        "chat_template": _digest([str(tokenizer.chat_template).encode()]),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": text_fingerprint(tokenizer.chat_template),
         "thinking_variable": renderer.thinking_variable,
         "thinking_share": args.thinking_share,
         "max_prompt_length": args.max_prompt_length,
@@ -206,23 +201,16 @@ def _settings(
     }
 
 
-def _target_identity(args: RegenerateArguments) -> str:
-    """The target's weights, as far as can be told without reading them all: the commit of a Hub id; of a folder a
-    digest of its config and of names, sizes and the two ends of its weight files; on a server, its name there."""
+def _target_identity(args: RegenerateArguments) -> str | dict[str, str]:
+    """The target's weights, as far as can be told without reading them all: of a folder the fingerprints of its files,
+    the commit of a Hub id; on a server, its name there."""
     if args.server:
         return args.server_model or args.target
     config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
     if config.model_type == HyperDFlashConfig.model_type:
         raise ValueError(f"target: found a drafter in {args.target!r}, wanted the target that it drafts for")
-    if not Path(args.target).is_dir():
-        return getattr(config, "_commit_hash", None) or args.target_revision or args.target
-    parts = [(Path(args.target) / "config.json").read_bytes()]
-    for path in sorted(Path(args.target).glob("*.safetensors")):
-        with path.open("rb") as file:
-            head, size = file.read(SAMPLED_BYTES), path.stat().st_size
-            file.seek(max(size - SAMPLED_BYTES, 0))
-            parts += [f"{path.name} {size}".encode(), head, file.read()]
-    return _digest(parts)
+    commit = getattr(config, "_commit_hash", None)
+    return checkpoint_fingerprints(args.target) or commit or args.target_revision or args.target
 
 
 def _digest(parts: Iterable[bytes]) -> str:
