@@ -20,7 +20,7 @@ from ..modeling_hyperdflash import HcGateReducer, HyperDFlashModel, rms
 from .arguments import HyperDFlashTrainingArguments
 from .blocks import draw_anchors, slot_labels
 from .drafting import draft_hidden_states, teacher_positions
-from .losses import BlockSums, block_sums
+from .losses import BlockSums, block_loss
 from .states import LiveTargetStates, TargetStates
 
 EVALUATION_STEP = -1  # stands for the step where anchors are drawn: every evaluation looks at the same ones
@@ -174,6 +174,9 @@ class HyperDFlashTrainer(SFTTrainer):
         Args:
             inputs: `input_ids`, `labels`, `attention_mask` `[b, s]`, `anchors` `[b, A]` (drawn here in evaluation).
             num_items_in_batch: `[D]`, blocks of the whole step (`get_batch_samples`); `None`: those of this batch.
+
+        Returns:
+            The loss, and with `return_outputs` the sums that it is made of.
         """
         input_ids, labels, anchors = inputs["input_ids"], inputs["labels"], inputs.get("anchors")
         if anchors is None:
@@ -188,19 +191,18 @@ class HyperDFlashTrainer(SFTTrainer):
             rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
             teacher = teacher[rows, positions.clamp(max=input_ids.shape[1] - 1)]  # [b, A, P, d]
         with self.accelerator.autocast():
-            sums = block_sums(
+            loss, sums = block_loss(
                 hidden_states,
                 *slot_labels(labels, anchors, self.geometry),
                 modules.logits,
+                self.objective,
+                num_items_in_batch,
                 teacher,
-                self.objective.kl_positions,
-                self.objective.kl_temperature,
+                self.args.loss_chunk_size,
             )
-        if num_items_in_batch is None:
-            loss = self.objective.loss(sums, sums.blocks)
-        else:  # DDP averages the gradients over the ranks
-            loss = self.objective.loss(sums, num_items_in_batch) * self.accelerator.num_processes
-        self._record(sums.detach(), states.context, inputs["attention_mask"])
+        if num_items_in_batch is not None:  # DDP averages the gradients over the ranks
+            loss = loss * self.accelerator.num_processes
+        self._record(sums, states.context, inputs["attention_mask"])
         return (loss, sums) if return_outputs else loss
 
     @torch.no_grad()

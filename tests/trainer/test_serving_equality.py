@@ -6,7 +6,7 @@ import torch
 from hyperdflash.generation_hyperdflash import HyperDFlashCandidateGenerator, install_hooks
 from hyperdflash.trainer.blocks import slot_labels
 from hyperdflash.trainer.drafting import draft_hidden_states
-from hyperdflash.trainer.losses import Objective, block_sums
+from hyperdflash.trainer.losses import Objective, block_loss
 from hyperdflash.trainer.states import LiveTargetStates
 
 PROMPT, NEW_TOKENS = 9, 40
@@ -41,8 +41,7 @@ def fit(drafter, target, text, steps):
     objective = Objective(4.0, 0.0, 1, 1.0)
     for _ in range(steps):
         hidden, labels, counts, states = training_drafts(drafter, target, text, anchors)[2]
-        sums = block_sums(hidden, labels, counts, states.modules.logits)
-        objective.loss(sums, sums.blocks).backward()
+        block_loss(hidden, labels, counts, states.modules.logits, objective)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -293,6 +293,7 @@ def test_train_save_load_generate(target, make_drafter, tokenizer, tmp_path):
         ("kl_positions", 0),
         ("kl_temperature", 0.0),
         ("kl_teacher", "median"),
+        ("loss_chunk_size", 0),
         ("reducer_learning_rate_factor", 0.0),
         ("packing", True),
         ("padding_free", True),
