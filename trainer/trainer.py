@@ -18,6 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HcGateReducer, HyperDFlashModel, rms
 from .arguments import HyperDFlashTrainingArguments
+from .attention import block_sparse_attention
 from .blocks import draw_anchors, slot_labels
 from .drafting import draft_hidden_states, teacher_positions
 from .losses import BlockSums, block_loss
@@ -161,6 +162,16 @@ class HyperDFlashTrainer(SFTTrainer):
             self.args.seed,
             step,
         )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward, which recomputes layers under activation checkpointing, on block-sparse attention."""
+        with block_sparse_attention(self.model.config):
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+        """As in training."""
+        with block_sparse_attention(self.model.config):
+            return super().prediction_step(*args, **kwargs)
 
     def compute_loss(
         self,

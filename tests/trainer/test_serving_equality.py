@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hyperdflash.generation_hyperdflash import HyperDFlashCandidateGenerator, install_hooks
+from hyperdflash.trainer.attention import BLOCK_SPARSE, block_sparse_attention
 from hyperdflash.trainer.blocks import slot_labels
 from hyperdflash.trainer.drafting import draft_hidden_states
 from hyperdflash.trainer.losses import Objective, block_loss
@@ -27,7 +28,8 @@ VARIANTS = {
 def training_drafts(drafter, target, text, anchors):
     """`[A, D]` drafts, `[A, D]` whether all drafts up to a slot equal the text, and the hidden states, in one pass."""
     states = LiveTargetStates(target, drafter.config)
-    hidden = draft_hidden_states(drafter, states.modules, states(text, torch.ones_like(text)), text, anchors)
+    with block_sparse_attention(drafter.config):
+        hidden = draft_hidden_states(drafter, states.modules, states(text, torch.ones_like(text)), text, anchors)
     labels, counts = slot_labels(text, anchors, drafter.config.geometry)
     drafts = states.modules.logits(hidden).argmax(dim=-1)  # [1, A, D]
     accepted = ((drafts == labels) & counts).cumprod(dim=-1)
@@ -90,7 +92,7 @@ def test_drafts_and_acceptance_in_training_equal_those_of_generate(
         assert statistics.accepted > 5  # else the test would not see drafts behind accepted drafts
 
 
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager", BLOCK_SPARSE])
 def test_blocks_drafted_together_equal_blocks_drafted_one_by_one(attn_implementation, target, make_drafter):
     drafter = make_drafter(target, sliding_window=9)
     drafter.set_attn_implementation(attn_implementation)
