@@ -33,17 +33,23 @@ BLOCK_SPARSE = "block_sparse"  # without "flash", which transformers takes for f
 BLOCKS_PER_PIECE = 32
 
 
+def additive(visible: torch.BoolTensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:
+    """What is added to attention scores so that only keys which are `visible` count."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, hidden)
+
+
 @dataclass
 class Piece:
     """Some neighbouring blocks of a row.
 
     Attributes:
         context: the part of the context that any of them sees.
-        visible: `[queries, keys]`, what each of their slots sees of `[that part ; these blocks]`.
+        mask: `[queries, keys]`, what each of their slots sees of `[that part ; these blocks]`, 0 or `-inf`. Layers and
+            heads share it; from a boolean one each call of `sdpa` would make its own.
     """
 
     context: slice
-    visible: torch.BoolTensor
+    mask: torch.Tensor
 
 
 @dataclass
@@ -55,9 +61,14 @@ class BlockSparseMask:
 
     @classmethod
     def of(
-        cls, anchors: torch.LongTensor, context_length: int, geometry: BlockGeometry, window: int | None = None
+        cls,
+        anchors: torch.LongTensor,
+        context_length: int,
+        geometry: BlockGeometry,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> BlockSparseMask:
-        """The mask of [`block_mask`], of which it is made."""
+        """That of [`block_mask`], of which its pieces are made, for attention in `dtype`."""
         # Of all slots of a block, the first sees most of the context: a sliding window moves on with the slots
         keys, first = torch.arange(context_length), anchors.cpu().unsqueeze(-1)
         seen = geometry.sees_context(keys, first, geometry.position(first, 0), window)  # [b, A, s]
@@ -68,7 +79,7 @@ class BlockSparseMask:
                 at = seen_by_some.any(dim=0).nonzero()
                 context = slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0)
                 visible = block_mask(some.unsqueeze(0), context.stop, geometry, window, context.start)
-                pieces.append(Piece(context, visible[0, 0]))
+                pieces.append(Piece(context, additive(visible[0, 0], dtype, -torch.inf)))
             rows.append(pieces)
         return cls(context_length, rows)
 
@@ -95,24 +106,24 @@ def block_sparse_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     outputs = []
     for pieces, q_row, k_row, v_row in zip(attention_mask.rows, query, key, value):
-        lengths = [len(piece.visible) for piece in pieces]
+        lengths = [len(piece.mask) for piece in pieces]
         k_context, *k_blocks = k_row.split([attention_mask.context_length, *lengths], dim=1)
         v_context, *v_blocks = v_row.split([attention_mask.context_length, *lengths], dim=1)
         for piece, q, k, v in zip(pieces, q_row.split(lengths, dim=1), k_blocks, v_blocks):
             k = torch.cat([k_context[:, piece.context], k], dim=1)  # [key-value heads, keys, head_dim]
             v = torch.cat([v_context[:, piece.context], v], dim=1)
             output = F.scaled_dot_product_attention(
-                q.reshape(1, kv_heads, -1, head_dim),  # queries of the heads that share keys: one after the other
+                q.unsqueeze(0),
                 k.unsqueeze(0),
                 v.unsqueeze(0),
-                attn_mask=piece.visible.repeat(heads // kv_heads, 1),
+                attn_mask=piece.mask,
                 dropout_p=dropout,
                 scale=scaling,
+                enable_gqa=True,
             )
-            outputs.append(output.view(heads, -1, head_dim))
+            outputs.append(output.squeeze(0))
     output = torch.cat(outputs, dim=1)  # [heads, b * A * B, head_dim]
     return output.unflatten(1, (len(query), -1)).permute(1, 2, 0, 3), None
 
@@ -166,15 +177,13 @@ def attention_masks(
         window = config.sliding_window if layer_type == "sliding_attention" else None
         arguments = (anchors, context_length, config.geometry, window)
         if implementation == BLOCK_SPARSE:
-            masks[layer_type] = BlockSparseMask.of(*arguments)
+            masks[layer_type] = BlockSparseMask.of(*arguments, dtype)
         elif implementation == "flex_attention":
             masks[layer_type] = flex_mask(*arguments)
         elif implementation == "sdpa":
             masks[layer_type] = block_mask(*arguments)
         elif implementation == "eager":
-            visible = block_mask(*arguments)  # [b, 1, A * B, s + A * B]
-            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            masks[layer_type] = hidden.masked_fill_(~visible, torch.finfo(dtype).min)
+            masks[layer_type] = additive(block_mask(*arguments), dtype, torch.finfo(dtype).min)
         else:
             raise ValueError(
                 f"attn_implementation: found {implementation!r}, wanted 'sdpa', 'flex_attention' or 'eager' to train"

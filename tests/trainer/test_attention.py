@@ -40,7 +40,7 @@ def states(heads, queries, seed, dtype=torch.float64):
 def test_outputs_and_gradients_equal_softmax_under_the_dense_mask(geometry, window, kv_heads, blocks_per_piece):
     queries = ANCHORS.shape[1] * geometry.block_size
     inputs = [states(heads, n, i) for i, (heads, n) in enumerate([(4, queries), *[(kv_heads, LENGTH + queries)] * 2])]
-    mask = BlockSparseMask.of(ANCHORS, LENGTH, geometry, window)
+    mask = BlockSparseMask.of(ANCHORS, LENGTH, geometry, window, torch.float64)
     found, _ = block_sparse_attention_forward(None, *inputs, mask, scaling=0.3)
 
     query, key, value = inputs
@@ -65,7 +65,7 @@ def test_a_piece_holds_the_context_that_its_blocks_see_and_no_other(window, bloc
     geometry, size = GEOMETRIES[0], attention.BLOCKS_PER_PIECE
     mask = BlockSparseMask.of(ANCHORS, LENGTH, geometry, window)
     for row, pieces in zip(ANCHORS.tolist(), mask.rows):
-        assert sum(len(piece.visible) for piece in pieces) == len(row) * geometry.block_size
+        assert sum(len(piece.mask) for piece in pieces) == len(row) * geometry.block_size
         for index, piece in enumerate(pieces):
             anchors = [anchor for anchor in row[index * size : (index + 1) * size] if anchor]
             first = 0 if window is None or not anchors else max(0, anchors[0] - window + 1)
