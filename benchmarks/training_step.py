@@ -173,7 +173,7 @@ def straightforward_loss(
 
 def matmul_rate(head: nn.Linear, rows: int) -> float:
     """FLOPs a second of `[rows, d] @ [d, vocab]`, into memory that is there already."""
-    weight = head.weight.T
+    weight = head.weight.detach().T  # [d, vocab]
     states, out = torch.randn(rows, len(weight)), torch.empty(rows, weight.shape[1])
     torch.mm(states, weight, out=out)
     start = time.perf_counter()
