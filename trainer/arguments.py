@@ -29,6 +29,8 @@ class HyperDFlashTrainingArguments(SFTConfig):
         kl_temperature (`float`): `T` of teacher and student.
         kl_teacher (`str`): How the target's streams are pooled for the teacher: their `"mean"`, as the paper ran, or
             its own `"hc_head"`, which gives its true distribution.
+        loss_chunk_size (`int`): Draft slots whose logits exist at once, student's and teacher's: each takes the
+            vocabulary in float32. The loss does not depend on it.
         reducer_learning_rate_factor (`float`): The reducer's learning rate over that of the body.
         freeze_reducer (`bool`): Do not train the reducer.
 
@@ -76,6 +78,9 @@ class HyperDFlashTrainingArguments(SFTConfig):
             "choices": list(TEACHER_POOLINGS),
         },
     )
+    loss_chunk_size: int = field(
+        default=256, metadata={"help": "Draft slots whose logits exist at once; the loss does not depend on it."}
+    )
     reducer_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "The reducer's learning rate over that of the body."}
     )
@@ -92,9 +97,11 @@ class HyperDFlashTrainingArguments(SFTConfig):
         self._require("kl_positions", self.kl_positions >= 1, "at least 1 (kl_weight 0 turns the teacher off)")
         self._require("kl_temperature", self.kl_temperature > 0, "above 0")
         self._require("kl_teacher", self.kl_teacher in TEACHER_POOLINGS, f"one of {TEACHER_POOLINGS}")
+        self._require("loss_chunk_size", self.loss_chunk_size >= 1, "at least 1")
         self._require("reducer_learning_rate_factor", self.reducer_learning_rate_factor > 0, "above 0")
         for name in ("packing", "eval_packing", "padding_free"):
-            self._require(name, not getattr(self, name), "False: a row is one document")
+            rule = "False: one document a row, as DeepSeek-V4 compresses its context across documents that share one"
+            self._require(name, not getattr(self, name), rule)
         self._require("loss_type", self.loss_type == "nll", "'nll': the drafter has its own loss")
         self._require("label_smoothing_factor", self.label_smoothing_factor == 0, "0: the drafter has its own loss")
 

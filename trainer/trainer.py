@@ -18,9 +18,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HcGateReducer, HyperDFlashModel, rms
 from .arguments import HyperDFlashTrainingArguments
+from .attention import block_sparse_attention
 from .blocks import draw_anchors, slot_labels
 from .drafting import draft_hidden_states, teacher_positions
-from .losses import BlockSums, block_sums
+from .losses import BlockSums, block_loss
 from .states import LiveTargetStates, TargetStates
 
 EVALUATION_STEP = -1  # stands for the step where anchors are drawn: every evaluation looks at the same ones
@@ -160,6 +161,16 @@ class HyperDFlashTrainer(SFTTrainer):
             step,
         )
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward, which recomputes layers under activation checkpointing, on block-sparse attention."""
+        with block_sparse_attention(self.model.config):
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+        """As in training."""
+        with block_sparse_attention(self.model.config):
+            return super().prediction_step(*args, **kwargs)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -172,6 +183,9 @@ class HyperDFlashTrainer(SFTTrainer):
         Args:
             inputs: `input_ids`, `labels`, `attention_mask` `[b, s]`, `anchors` `[b, A]` (drawn here in evaluation).
             num_items_in_batch: `[D]`, blocks of the whole step (`get_batch_samples`); `None`: those of this batch.
+
+        Returns:
+            The loss, and with `return_outputs` the sums that it is made of.
         """
         input_ids, labels, anchors = inputs["input_ids"], inputs["labels"], inputs.get("anchors")
         if anchors is None:
@@ -186,19 +200,18 @@ class HyperDFlashTrainer(SFTTrainer):
             rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
             teacher = teacher[rows, positions.clamp(max=input_ids.shape[1] - 1)]  # [b, A, P, d]
         with self.accelerator.autocast():
-            sums = block_sums(
+            loss, sums = block_loss(
                 hidden_states,
                 *slot_labels(labels, anchors, self.geometry),
                 modules.logits,
+                self.objective,
+                num_items_in_batch,
                 teacher,
-                self.objective.kl_positions,
-                self.objective.kl_temperature,
+                self.args.loss_chunk_size,
             )
-        if num_items_in_batch is None:
-            loss = self.objective.loss(sums, sums.blocks)
-        else:  # DDP averages the gradients over the ranks
-            loss = self.objective.loss(sums, num_items_in_batch) * self.accelerator.num_processes
-        self._record(sums.detach(), states.context, inputs["attention_mask"])
+        if num_items_in_batch is not None:  # DDP averages the gradients over the ranks
+            loss = loss * self.accelerator.num_processes
+        self._record(sums, states.context, inputs["attention_mask"])
         return (loss, sums) if return_outputs else loss
 
     @torch.no_grad()
