@@ -320,9 +320,13 @@ def run_init(argv: list[str]) -> int:
 
 
 def run_train(argv: list[str]) -> int:
+    from accelerate import PartialState
+
     from .trainer import HyperDFlashTrainingArguments, TrainArguments, run_train
 
-    print(json.dumps(run_train(*parse("train", argv, TrainArguments, HyperDFlashTrainingArguments)), indent=2))
+    metrics = run_train(*parse("train", argv, TrainArguments, HyperDFlashTrainingArguments))
+    if PartialState().is_main_process:
+        print(json.dumps(metrics, indent=2))
     return 0
 
 

@@ -38,8 +38,9 @@ class HyperDFlashTrainingArguments(SFTConfig):
         ValueError: a value that makes no objective, or an option of TRL that a drafter cannot follow.
 
     Defaults that differ from TRL's: learning rate 8e-4, 5 epochs, cosine with 4 % warm-up (the paper's first stage);
-    `activation_checkpointing` off; `max_length` 4096; `assistant_only_loss` is `None`, which means yes for rows of
-    `messages` and no for others (`completion_only_loss` decides for prompts with completions).
+    `activation_checkpointing` off; `ddp_find_unused_parameters` off; `max_length` 4096; `assistant_only_loss` is
+    `None`, which means yes for rows of `messages` and no for others (`completion_only_loss` decides for prompts with
+    completions).
     """
 
     learning_rate: float = field(default=8e-4, metadata={"help": "Peak learning rate of AdamW (stage 2: 1e-4)."})
@@ -51,6 +52,9 @@ class HyperDFlashTrainingArguments(SFTConfig):
         metadata={"help": "Deprecated alias of activation_checkpointing, which is off by default (TRL's is on)."},
     )
     max_length: int | None = field(default=4096, metadata={"help": "Longer documents are cut to this, in tokens."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "A drafter uses all its parameters in every step: nothing to search for."}
+    )
     assistant_only_loss: bool | None = field(
         default=None,
         metadata={
@@ -174,6 +178,25 @@ class TrainArguments:
         metadata={"help": "JSON: further arguments of from_pretrained for the target (experts_implementation, ...)."},
     )
 
+    use_peft: bool = field(
+        default=False,
+        metadata={"help": "Train LoRA on the body's projections, and the reducer in full, instead of all weights."},
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of LoRA."})
+    lora_alpha: int = field(default=32, metadata={"help": "LoRA's update is scaled by lora_alpha / lora_r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of LoRA's matrices."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Modules that get LoRA. Default: q, k, v, o, gate, up and down projections of all layers."},
+    )
+    merge_adapter: bool = field(
+        default=False,
+        metadata={
+            "help": "With use_peft: write the drafter with the adapter merged into it, ready to be served. Otherwise "
+            "output_dir gets the adapter."
+        },
+    )
+
     def __post_init__(self):
         if isinstance(self.target_init_kwargs, str):
             self.target_init_kwargs = json.loads(self.target_init_kwargs)
@@ -194,6 +217,10 @@ class TrainArguments:
                 f"TrainArguments.target_batch_size: found {self.target_batch_size}, wanted 1, as states_source is "
                 f"{self.states_source!r}: kept states depend on the document alone"
             )
+        if self.lora_r < 1:
+            raise ValueError(f"TrainArguments.lora_r: found {self.lora_r}, wanted at least 1")
+        if self.merge_adapter and not self.use_peft:
+            raise ValueError("TrainArguments.merge_adapter: found True without use_peft, wanted both")
         if self.held_out < 0:
             raise ValueError(f"TrainArguments.held_out: found {self.held_out}, wanted at least 0")
         if self.held_out and self.eval_data:

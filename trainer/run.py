@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.folders import check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
+from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
+from .resume import check_same_run, last_whole_checkpoint, missing_part
 from .state_cache import StateCache, state_manifest
 from .states import STATE_DTYPES, CachedTargetStates, LiveTargetStates, TargetStates
 from .target_modules import TargetModules, load_without_layers
@@ -109,12 +113,16 @@ def _check_rows(rows: Dataset, data: str) -> None:
 def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArguments) -> dict[str, Any]:
     """Trains a drafter and writes it to `training_args.output_dir`, with its `provenance.json`.
 
-    `resume_from_checkpoint: true` continues from the newest checkpoint in the output folder, if there is one.
+    With `use_peft` that is the adapter; with `merge_adapter` it is the merged drafter, and the adapter lies in the
+    folder `adapter` beside it. `resume_from_checkpoint: true` continues from the newest whole checkpoint in the output
+    folder, if there is one, and starts afresh if there is none.
 
     Returns:
         The metrics of training (`train_*`) and, with held-out rows, of the last evaluation (`eval_*`).
     """
     check_spares_target(training_args.output_dir, script_args.target)
+    check_output_kind(training_args.output_dir, script_args.use_peft and not script_args.merge_adapter)
+    _check_mergeable(script_args, training_args)
     for name in ("drafter", "target"):
         _check_model_type(name, getattr(script_args, name))
     train, held_out = load_rows(script_args.data, script_args.data_split), None
@@ -137,27 +145,28 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
+        peft_config=lora_config(script_args, training_args.freeze_reducer),
     )
     if script_args.states_source == "cache":
         for rows in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
             states.check_complete(rows.with_format("numpy")["input_ids"])
     record = _provenance(script_args, training_args, train, held_out, states)
+    resume = _checkpoint_to_resume(training_args, record)
+    trainer.provenance = record | ({"resumed_from": Path(resume).name} if resume else {})
     if trainer.is_world_process_zero():
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
-        write_provenance(training_args.output_dir, record)
+        write_provenance(training_args.output_dir, trainer.provenance)
 
-    resume = training_args.resume_from_checkpoint
-    if str(resume).lower() in ("true", "none"):
-        folder = Path(training_args.output_dir)
-        resume = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
     with closing(states):
         metrics = trainer.train(resume_from_checkpoint=resume).metrics
+        if script_args.merge_adapter:
+            trainer.save_model(str(Path(training_args.output_dir) / "adapter"), _internal_call=True)
+            trainer.merge_adapter()
         if held_out is not None:
             metrics |= trainer.evaluate()
-    trainer.save_model()
     trainer.save_state()
-    if trainer.is_world_process_zero():
-        write_provenance(training_args.output_dir, record | {"metrics": metrics})
+    trainer.provenance["metrics"] = metrics
+    trainer.save_model()  # the last: with `push_to_hub` it uploads the folder as it is then
     return metrics
 
 
@@ -210,9 +219,38 @@ def choose_states(
     return CachedTargetStates(rows, TargetModules.of(target.to(training_args.device)), dtype, source)
 
 
+def _check_mergeable(script_args: TrainArguments, training_args: HyperDFlashTrainingArguments) -> None:
+    """Refuses, before anything is trained, a merge that could not be done or whose repository would hold both."""
+    if not script_args.merge_adapter:
+        return
+    if training_args.distributed_state.distributed_type == DistributedType.FSDP:
+        raise ValueError("merge_adapter: found True under FSDP, wanted False: merge the adapter that is saved")
+    if training_args.push_to_hub and training_args.hub_strategy != HubStrategy.END:
+        raise ValueError(
+            f"hub_strategy: found {training_args.hub_strategy.value!r} with merge_adapter, wanted 'end': the "
+            "repository would hold both the adapter and the merged drafter"
+        )
+
+
+def _checkpoint_to_resume(training_args: HyperDFlashTrainingArguments, record: dict[str, Any]) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` names, or the newest whole one for `true`; it fits this run."""
+    resume = str(training_args.resume_from_checkpoint)
+    if resume.lower() in ("none", "false"):
+        return None
+    if resume.lower() == "true":
+        resume = last_whole_checkpoint(training_args.output_dir)
+    elif (missing := missing_part(resume)) is not None:
+        raise ValueError(f"resume_from_checkpoint: found {resume!r} without its {missing}, wanted a whole checkpoint")
+    if resume is not None:
+        check_same_run(resume, record)
+    return resume
+
+
 def _check_model_type(name: str, model: str) -> None:
     """Refuses a local folder of the other kind: a target where the drafter is wanted, or the reverse."""
     config = Path(model) / "config.json"
+    if name == "drafter" and (Path(model) / ADAPTER_CONFIG_NAME).is_file():
+        raise ValueError(f"drafter: found an adapter in {model!r}, wanted a drafter: merge it first (merge_adapter)")
     if not config.is_file():
         return  # a Hub id, or left to from_pretrained
     try:
@@ -232,6 +270,8 @@ def _provenance(
     states: TargetStates,
 ) -> dict[str, Any]:
     data = {"train_rows": len(train), "train_files": file_fingerprints(data_files(script_args.data))}
+    if not data["train_files"]:
+        data["train_name"] = script_args.data  # on the Hub
     if held_out is not None:
         data["held_out_rows"] = len(held_out)
         data["held_out_files"] = file_fingerprints(data_files(script_args.eval_data)) if script_args.eval_data else {}
@@ -243,7 +283,14 @@ def _provenance(
     arguments = asdict(script_args)
     if script_args.states_cache is not None:  # where it lies says nothing, what it is of does
         arguments["states_cache"] = {"manifest_sha256": states.rows.manifest_sha256}
-    return collect_provenance(arguments=arguments, training_arguments=changed, data=data, seed=training_args.seed)
+    rows = training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.world_size
+    return collect_provenance(
+        arguments=arguments,
+        training_arguments=changed,
+        data=data,
+        batch={"rows_per_step": rows, "processes": training_args.world_size},
+        seed=training_args.seed,
+    )
 
 
 __all__ = ["load_rows", "run_train"]

@@ -8,48 +8,12 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import AutoModel, TrainerCallback
 from trl import TrlParser
 
-from hyperdflash.generation_hyperdflash import install_hooks
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments, TrainArguments, attention, run_train
 from hyperdflash.trainer.blocks import slot_labels
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + ' ' + eos_token }}{% endgeneration %}"
-    "{% else %}{{ ' ' + message['content'] + ' ' }}{% endif %}{% endfor %}"
-)
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("CI", "1")  # no telemetry
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    install_hooks()
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    words = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, 64)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
-    )
-
-
-def documents(count=16, seed=0, low=24, high=40):
-    """Pre-tokenised rows: a prompt of 6 tokens, and an answer."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for _ in range(count):
-        length = int(torch.randint(low, high, (1,), generator=generator))
-        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "assistant_masks": [0] * 6 + [1] * (length - 6)})
-    return Dataset.from_list(rows)
 
 
 def arguments(tmp_path, **overrides):
@@ -72,8 +36,8 @@ def arguments(tmp_path, **overrides):
 
 
 @pytest.fixture
-def make_trainer(target, make_drafter, tokenizer, tmp_path):
-    def make(rows=None, drafter=None, eval_dataset=None, **overrides):
+def make_trainer(target, make_drafter, tokenizer, documents, tmp_path):
+    def make(rows=None, drafter=None, eval_dataset=None, callbacks=None, **overrides):
         return HyperDFlashTrainer(
             drafter or make_drafter(target),
             target,
@@ -81,6 +45,7 @@ def make_trainer(target, make_drafter, tokenizer, tmp_path):
             rows or documents(),
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
+            callbacks=callbacks,
         )
 
     return make
@@ -90,7 +55,7 @@ def parameters(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
-def test_one_batch_of_16_and_4_accumulated_batches_of_4_train_alike(make_trainer):
+def test_one_batch_of_16_and_4_accumulated_batches_of_4_train_alike(make_trainer, documents):
     rows = documents(16, low=10, high=60)  # of very different lengths: means of means would not agree
     whole, split = (
         make_trainer(rows, per_device_train_batch_size=size, gradient_accumulation_steps=16 // size, max_steps=3)
@@ -158,7 +123,7 @@ def test_only_completions_are_supervised_behind_prompts(make_trainer):
     assert trainer.train_dataset[0]["labels"][3:7] == [8, 9, 10, 11]
 
 
-def test_evaluation_reports_the_loss_over_all_blocks_and_the_same_anchors_each_time(make_trainer):
+def test_evaluation_reports_the_loss_over_all_blocks_and_the_same_anchors_each_time(make_trainer, documents):
     trainer = make_trainer(eval_dataset=documents(7, seed=9), per_device_eval_batch_size=3)
     first, second = trainer.evaluate(), trainer.evaluate()
     assert first["eval_loss"] == second["eval_loss"]
@@ -207,7 +172,7 @@ def test_gradient_checkpointing_changes_nothing(make_trainer):
 
 
 def test_block_sparse_attention_trains_as_the_dense_mask_and_leaves_the_drafters_implementation(
-    make_trainer, target, make_drafter, monkeypatch
+    make_trainer, target, make_drafter, documents, monkeypatch
 ):
     masks = []
     make_mask = attention.BlockSparseMask.of
@@ -301,6 +266,78 @@ def test_train_save_load_generate(target, make_drafter, tokenizer, tmp_path):
         assert text[0].tolist() == row
         statistics.append(drafter.last_generation)
     assert sum(statistics[1:], statistics[0]).accepted_length > 1.25
+
+
+def test_gates_are_logged_over_all_tokens_of_all_documents(make_trainer, documents):
+    rows = documents(12, low=10, high=60)
+    trainer = make_trainer(rows, per_device_train_batch_size=4, max_steps=3, logging_steps=3, learning_rate=0.0)
+    trainer.train()
+    gates = []
+    for row in rows["input_ids"]:  # every row once, alone
+        ids = torch.tensor([row])
+        context = trainer.target_states(ids, torch.ones_like(ids)).context
+        gates.append(trainer.model.reducer.gates(context)[0].detach())
+    wanted = torch.cat(gates).mean(dim=0).tolist()
+    logged = [trainer.state.log_history[0][f"gate_{path}"] for path in range(4)]
+    assert logged == pytest.approx(wanted, rel=1e-5)
+    assert trainer.state.log_history[0]["num_tokens"] == sum(map(len, rows["input_ids"]))
+
+
+def test_a_token_that_the_target_does_not_have_is_named_before_training(make_trainer, documents):
+    rows = documents(6).to_list()
+    rows[4]["input_ids"][9] = 64
+    with pytest.raises(ValueError, match="train_dataset: row 4: found the token id 64, wanted ids from 0 to 63"):
+        make_trainer(Dataset.from_list(rows))
+    rows[4]["input_ids"][9] = 5
+    rows[0]["input_ids"][0] = -1
+    with pytest.raises(ValueError, match="row 0: found the token id -1"):
+        make_trainer(Dataset.from_list(rows))
+
+
+def test_rows_without_anything_to_draft_are_refused_before_training(make_trainer, documents):
+    rows = documents(3).to_list()
+    for row in rows:  # the second token alone: no block can start before it, as the context would be empty
+        row["assistant_masks"] = [0, 1] + [0] * (len(row["input_ids"]) - 2)
+    with pytest.raises(ValueError, match="found 0 blocks to draft in 3 rows"):
+        make_trainer(Dataset.from_list(rows))
+    rows[1]["assistant_masks"][2] = 1
+    make_trainer(Dataset.from_list(rows))
+
+
+def test_streamed_rows_are_checked_as_they_come(make_trainer, documents):
+    good, bad = documents(4).to_list(), documents(4).to_list()
+    bad[3]["input_ids"][7] = 99
+    trainer = make_trainer(Dataset.from_list(good + bad).to_iterable_dataset(), max_steps=2)
+    with pytest.raises(ValueError, match="step 2: found the token id 99"):
+        trainer.train()
+    for row in bad:
+        row["input_ids"][7] = 9
+        row["assistant_masks"] = [0, 1] + [0] * (len(row["input_ids"]) - 2)
+    trainer = make_trainer(Dataset.from_list(good + bad).to_iterable_dataset(), max_steps=2)
+    with pytest.raises(ValueError, match="step 2: found 0 blocks"):
+        trainer.train()
+
+
+def test_what_is_logged_reaches_every_reporter(make_trainer, documents):
+    """trackio, tensorboard and wandb are callbacks of the Trainer: they get `logs` as this one does."""
+
+    class Reporter(TrainerCallback):
+        def __init__(self):
+            self.logs = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.logs.append(dict(logs))
+
+    reporter = Reporter()
+    trainer = make_trainer(
+        eval_dataset=documents(4, seed=5), callbacks=[reporter], eval_strategy="steps", eval_steps=2
+    )
+    trainer.train()
+    slots, paths = range(1, 7), range(4)
+    names = {"ce", "kl", "accepted_length", *(f"acceptance_{k}" for k in slots), *(f"gate_{j}" for j in paths)}
+    assert {"loss", "grad_norm", "learning_rate", "num_tokens"} | names <= reporter.logs[0].keys()
+    (evaluation,) = (logs for logs in reporter.logs if "eval_loss" in logs)
+    assert {f"eval_{name}" for name in names} <= evaluation.keys()
 
 
 @pytest.mark.parametrize(
