@@ -6,26 +6,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _HOMES = {
+    "DoctorArguments": "doctor.arguments",
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
     "RememberedTargetStates": "states",
     "TargetStates": "states",
     "TrainArguments": "arguments",
+    "run_doctor": "doctor.run",
     "run_train": "run",
 }
 __all__ = [
+    "DoctorArguments",
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
     "RememberedTargetStates",
     "TargetStates",
     "TrainArguments",
+    "run_doctor",
     "run_train",
 ]
 
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
+    from .doctor.arguments import DoctorArguments
+    from .doctor.run import run_doctor
     from .run import run_train
     from .states import LiveTargetStates, RememberedTargetStates, TargetStates
     from .trainer import HyperDFlashTrainer

@@ -19,6 +19,7 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.folders import check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
+from .doctor.record import drafting_record
 from .states import LiveTargetStates, RememberedTargetStates
 from .trainer import HyperDFlashTrainer
 
@@ -134,6 +135,7 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     )
     record = _provenance(script_args, training_args, train, held_out)
     if trainer.is_world_process_zero():
+        record["drafting"] = drafting_record(drafter.config, tokenizer)
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
         write_provenance(training_args.output_dir, record)
 
