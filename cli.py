@@ -337,7 +337,39 @@ def run_regenerate(argv: list[str]) -> int:
     return 0
 
 
+def run_doctor(argv: list[str]) -> int:
+    from .trainer import DoctorArguments, run_doctor
+
+    (args,) = parse("doctor", argv, DoctorArguments)
+    report = run_doctor(args)
+    if args.json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_diagnosis(report)
+    return 0 if report["ok"] else 1
+
+
+def print_diagnosis(report: dict[str, Any]) -> None:
+    """One line a finding, then acceptance by slot, in training and in decoding."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in report["findings"]:
+        mark, colour = ("ok   ", "green") if finding["ok"] else ("WRONG", "red")
+        console.print(f"[{colour}]{mark}[/{colour}] {finding['check']:<13} ", end="")
+        console.print(finding["message"], markup=False)
+    if (found := report["acceptance"]) is None:
+        return
+    title = f"acceptance by slot, {found['rounds']} rounds, {found['drafts']} drafts"
+    table = Table("", *(str(slot + 1) for slot in range(len(found["decoding_per_slot"]))), title=title)
+    for where in ("training", "decoding"):
+        table.add_row(where, *(f"{share:.2f}" for share in found[f"{where}_per_slot"]))
+    console.print(table)
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "doctor": (run_doctor, "Say whether a drafter decodes as it was trained, and what is wrong if not."),
     "demo": (run_demo, "Run the embedded pair on built-in prompts and compare with target-only decoding."),
     "generate": (run_generate, "Answer one prompt with any target and any drafter."),
     "init": (run_init, "Start a drafter from a target's own hc_head gates."),
@@ -364,7 +396,8 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb. Returns the exit code: 0, or 2 for wrong arguments or input, said in one line on stderr."""
+    """Runs one verb. Returns the exit code: 0; 1 if `doctor` found a fault; 2 for wrong arguments or
+    input, said in one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 _HOMES = {
     "CachedTargetStates": "states",
+    "DoctorArguments": "doctor.arguments",
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
@@ -14,11 +15,13 @@ _HOMES = {
     "StateCache": "state_cache",
     "TargetStates": "states",
     "TrainArguments": "arguments",
+    "run_doctor": "doctor.run",
     "run_regenerate": "regeneration",
     "run_train": "run",
 }
 __all__ = [
     "CachedTargetStates",
+    "DoctorArguments",
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
@@ -26,12 +29,15 @@ __all__ = [
     "StateCache",
     "TargetStates",
     "TrainArguments",
+    "run_doctor",
     "run_regenerate",
     "run_train",
 ]
 
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
+    from .doctor.arguments import DoctorArguments
+    from .doctor.run import run_doctor
     from .regeneration import RegenerateArguments, run_regenerate
     from .run import run_train
     from .state_cache import StateCache

@@ -24,6 +24,7 @@ from ..utils.folders import check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
+from .doctor.record import drafting_record
 from .resume import check_same_run, last_whole_checkpoint, missing_part
 from .state_cache import StateCache, state_manifest
 from .states import STATE_DTYPES, CachedTargetStates, LiveTargetStates, TargetStates
@@ -151,6 +152,7 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         for rows in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
             states.check_complete(rows.with_format("numpy")["input_ids"])
     record = _provenance(script_args, training_args, train, held_out, states)
+    record["drafting"] = drafting_record(drafter.config, tokenizer)
     resume = _checkpoint_to_resume(training_args, record)
     trainer.provenance = record | ({"resumed_from": Path(resume).name} if resume else {})
     if trainer.is_world_process_zero():
