@@ -20,7 +20,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..utils.folders import check_spares_target
+from ..utils.folders import check_model_path, check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
@@ -250,6 +250,7 @@ def _checkpoint_to_resume(training_args: HyperDFlashTrainingArguments, record: d
 
 def _check_model_type(name: str, model: str) -> None:
     """Refuses a local folder of the other kind: a target where the drafter is wanted, or the reverse."""
+    check_model_path(name, model)
     config = Path(model) / "config.json"
     if name == "drafter" and (Path(model) / ADAPTER_CONFIG_NAME).is_file():
         raise ValueError(f"drafter: found an adapter in {model!r}, wanted a drafter: merge it first (merge_adapter)")

@@ -1,4 +1,4 @@
-"""Output folders that are written whole or not at all."""
+"""Model folders that are there, and output folders that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def check_model_path(name: str, model: str) -> None:
+    """Whether `model` is a folder, where it reads like one: `./a`, `/a/b`, `a/b/c`, or `a/b` beside a folder `a`.
+
+    Args:
+        name: of the option, for the error. model: folder or Hub id; what else reads like a Hub id is left to the Hub.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    path = Path(model).expanduser()
+    local = model.startswith((".", "/", "~")) or len(path.parts) > 2 or len(path.parts) == 2 and path.parent.is_dir()
+    if local and not path.is_dir():
+        raise FileNotFoundError(f"{name}: found no folder {model!r}, wanted one, or a Hub id")
 
 
 def check_output_folder(output: str | os.PathLike, overwrite: bool = False) -> None:
@@ -23,7 +38,7 @@ def check_output_folder(output: str | os.PathLike, overwrite: bool = False) -> N
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise FileExistsError(
             f"output: found the folder {str(output)!r} with something in it, wanted an empty one, no such path, or "
-            "overwrite"
+            "--overwrite true"
         )
 
 
@@ -104,4 +119,4 @@ def whole_file(output: str | os.PathLike) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-__all__ = ["check_output_folder", "check_spares_target", "whole_file", "whole_folder"]
+__all__ = ["check_model_path", "check_output_folder", "check_spares_target", "whole_file", "whole_folder"]

@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from ... import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
 from ...configuration_hyperdflash import HyperDFlashConfig
 from ...generation_hyperdflash import check_drafter_fits
+from ...utils.folders import check_model_path
 from ...utils.provenance import PROVENANCE_FILE
 from ..run import load_rows
 from .arguments import DoctorArguments
@@ -151,8 +152,7 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
     """
     for name in ("target", "drafter"):
         path = getattr(args, name)
-        if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-            raise FileNotFoundError(f"{name}: found no folder {path!r}, wanted one, or a Hub id")
+        check_model_path(name, path)
         options = {"trust_remote_code": args.trust_remote_code and name == "drafter"}
         kind = AutoConfig.from_pretrained(path, **options).model_type
         if (kind == HyperDFlashConfig.model_type) != (name == "drafter"):

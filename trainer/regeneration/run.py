@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from ...configuration_hyperdflash import HyperDFlashConfig
 from ...utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
+from ...utils.folders import check_model_path
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
 from ..run import data_files, read_rows
@@ -41,6 +42,7 @@ def run_regenerate(args: RegenerateArguments) -> dict[str, Any]:
             target is loaded.
         OSError: files that cannot be read or written, or a server that is gone.
     """
+    check_model_path("target", args.target)
     if args.device is not None:
         _check_device(args.device)
     rows, data = _load_rows(args)
