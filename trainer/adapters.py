@@ -40,17 +40,25 @@ def base_drafter(model: nn.Module) -> HyperDFlashModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def check_peft_config(peft_config: PeftConfig, freeze_reducer: bool) -> None:
+def check_peft_config(peft_config: PeftConfig, drafter: HyperDFlashModel, freeze_reducer: bool) -> None:
     """Refuses adapters that a drafter cannot carry.
 
     Raises:
-        ValueError: a task with a head, or a reducer that is to be frozen and trained at once.
+        ValueError: a task with a head, modules that the drafter does not have (PEFT passes over them if it finds
+            others), or a reducer that is to be frozen and trained at once.
     """
     if peft_config.task_type is not None:
         raise ValueError(
             f"peft_config.task_type: found {getattr(peft_config.task_type, 'value', peft_config.task_type)!r}, wanted "
             "None: a drafter has no head of its own"
         )
+    targets = getattr(peft_config, "target_modules", None)
+    if isinstance(targets, (list, set)):
+        names = {name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)}
+        for target in sorted(targets):
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                wanted = sorted({name.split(".")[-1] for name in names})
+                raise ValueError(f"peft_config.target_modules: found {target!r}, wanted some of {wanted}")
     if freeze_reducer and "reducer" in (getattr(peft_config, "modules_to_save", None) or ()):
         raise ValueError(
             "HyperDFlashTrainingArguments.freeze_reducer: found True together with 'reducer' in "

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -123,7 +122,6 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     """
     check_spares_target(training_args.output_dir, script_args.target)
     check_output_kind(training_args.output_dir, script_args.use_peft and not script_args.merge_adapter)
-    _check_mergeable(script_args, training_args)
     for name in ("drafter", "target"):
         _check_model_type(name, getattr(script_args, name))
     train, held_out = load_rows(script_args.data, script_args.data_split), None
@@ -151,6 +149,7 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     if script_args.states_source == "cache":
         for rows in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
             states.check_complete(rows.with_format("numpy")["input_ids"])
+    check_mergeable(script_args, trainer)
     record = _provenance(script_args, training_args, train, held_out, states)
     record["drafting"] = drafting_record(drafter.config, tokenizer)
     resume = _checkpoint_to_resume(training_args, record)
@@ -221,15 +220,15 @@ def choose_states(
     return CachedTargetStates(rows, TargetModules.of(target.to(training_args.device)), dtype, source)
 
 
-def _check_mergeable(script_args: TrainArguments, training_args: HyperDFlashTrainingArguments) -> None:
+def check_mergeable(script_args: TrainArguments, trainer: HyperDFlashTrainer) -> None:
     """Refuses, before anything is trained, a merge that could not be done or whose repository would hold both."""
     if not script_args.merge_adapter:
         return
-    if training_args.distributed_state.distributed_type == DistributedType.FSDP:
+    if trainer.is_fsdp_enabled:
         raise ValueError("merge_adapter: found True under FSDP, wanted False: merge the adapter that is saved")
-    if training_args.push_to_hub and training_args.hub_strategy != HubStrategy.END:
+    if trainer.args.push_to_hub and trainer.args.hub_strategy != HubStrategy.END:
         raise ValueError(
-            f"hub_strategy: found {training_args.hub_strategy.value!r} with merge_adapter, wanted 'end': the "
+            f"hub_strategy: found {trainer.args.hub_strategy.value!r} with merge_adapter, wanted 'end': the "
             "repository would hold both the adapter and the merged drafter"
         )
 

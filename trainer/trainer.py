@@ -106,7 +106,7 @@ class HyperDFlashTrainer(SFTTrainer):
         self.objective = args.objective
         self.provenance: dict[str, Any] | None = None
         if peft_config is not None:
-            check_peft_config(peft_config, args.freeze_reducer)
+            check_peft_config(peft_config, model, args.freeze_reducer)
         if args.kl_weight and args.kl_positions > self.geometry.num_draft_tokens:
             raise ValueError(
                 f"HyperDFlashTrainingArguments.kl_positions: found {args.kl_positions}, wanted at most "

@@ -74,7 +74,7 @@ def test_two_processes_train_as_one(single, tmp_path):
     settings = single | {"output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 4}
     printed = launch(tmp_path, settings)
     assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
-    assert json.loads(printed)["eval_loss"] > 0  # one process prints, as JSON
+    assert json.loads(printed[printed.index("{\n") :])["eval_loss"] > 0  # behind the log, one process's JSON
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert record["batch"] == {"rows_per_step": 8, "processes": 2}
 
@@ -83,13 +83,16 @@ def test_two_processes_train_as_one(single, tmp_path):
 FSDP_ON_CPU = """
 import sys
 from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
 
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 from hyperdflash.cli import main
 
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+print("ran as", AcceleratorState().distributed_type)
+sys.exit(code)
 """
 
 
@@ -99,7 +102,8 @@ def test_fsdp2_trains_as_one_process(reshard, single, tmp_path):
     fsdp = {"version": 2, "transformer_layer_cls_to_wrap": layer, "reshard_after_forward": reshard}
     settings = single | {"per_device_train_batch_size": 4, "fsdp": True, "fsdp_config": fsdp}
     (tmp_path / "program.py").write_text(FSDP_ON_CPU)
-    launch(tmp_path, settings | {"output_dir": str(tmp_path / "out")}, program=[str(tmp_path / "program.py")])
+    settings |= {"output_dir": str(tmp_path / "out")}
+    assert "ran as DistributedType.FSDP" in launch(tmp_path, settings, program=[str(tmp_path / "program.py")])
     assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["HyperDFlashModel"]

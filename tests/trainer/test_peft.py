@@ -14,6 +14,7 @@ from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments, TrainArguments
 from hyperdflash.trainer.adapters import BODY_LINEARS, check_output_kind, lora_config
+from hyperdflash.trainer.run import check_mergeable
 
 
 def options(**changes):
@@ -175,12 +176,25 @@ def test_what_a_drafter_cannot_be_adapted_with_is_refused_by_name(lora, target, 
         make(LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="freeze_reducer: found True together with 'reducer'"):
         make(lora_config(options()), freeze_reducer=True)
-    with pytest.raises(ValueError, match="not_there"):
-        make(lora_config(options(lora_target_modules=["not_there"])))
+    with pytest.raises(ValueError, match="target_modules: found 'not_there', wanted some of .*'q_proj'"):
+        make(lora_config(options(lora_target_modules=["q_proj", "not_there"])))
     with pytest.raises(ValueError, match="merge_adapter: found True without use_peft"):
         TrainArguments(drafter="d", target="t", data="x", merge_adapter=True)
     with pytest.raises(ValueError, match="lora_r: found 0"):
         options(lora_r=0)
+
+
+def test_an_adapter_in_pieces_is_not_merged(lora, target, make_drafter, tokenizer, documents):
+    arguments = HyperDFlashTrainingArguments(output_dir=lora["output_dir"], use_cpu=True, bf16=False)
+    trainer = HyperDFlashTrainer(make_drafter(target), target, arguments, documents(), processing_class=tokenizer)
+    with pytest.raises(ValueError, match="found a HyperDFlashModel, wanted a drafter with an adapter"):
+        trainer.merge_adapter()
+    trainer.model = get_peft_model(trainer.model, lora_config(options()))
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="sharded by FSDP"):
+        trainer.merge_adapter()
+    with pytest.raises(ValueError, match="merge_adapter: found True under FSDP"):
+        check_mergeable(options(merge_adapter=True), trainer)
 
 
 def test_adapter_and_drafter_do_not_share_a_folder(lora, tmp_path, capsys):
