@@ -17,13 +17,14 @@ from hyperdflash.trainer import HyperDFlashTrainingArguments, TrainArguments, bl
 from hyperdflash.trainer.blocks import block_mask, slot_labels
 from hyperdflash.trainer.doctor import walks
 from hyperdflash.trainer.doctor.case import Case
+from hyperdflash.trainer.doctor.fits import LEAST_GAIN, fits
 from hyperdflash.trainer.doctor.prompts import Prompt, read_prompt
 from hyperdflash.trainer.doctor.record import drafting_record
 from hyperdflash.trainer.doctor.run import diagnose
 from hyperdflash.trainer.drafting import draft_hidden_states
 from hyperdflash.trainer.states import LiveTargetStates
 
-NEW_TOKENS = 24
+NEW_TOKENS = 60
 MULTI_LAYER = {
     "context_source": "multi_layer",
     "reducer": "fc",
@@ -286,7 +287,6 @@ def test_layers_one_off_in_one_pass_are_named(plant, where, trained_on_layers, e
 def test_a_config_that_is_not_that_of_training_is_told_by_the_weights(trained, trained_on_layers, examine):
     cases = [
         (changed(trained, rope_parameters={"rope_type": "default", "rope_theta": 20.0}), "rotary", "of base 10000"),
-        (changed(trained, block_size=5), "block", "block_size 7"),
         (changed(trained_on_layers, target_layer_ids=[1, 2]), "layers", "target_layer_ids [0, 1]"),
     ]
     for drafter, check, what in cases:
@@ -294,6 +294,14 @@ def test_a_config_that_is_not_that_of_training_is_told_by_the_weights(trained, t
         assert diagnosis.acceptance.differences == []  # out of its sight
         assert len(faults) == 1 and faults[0].startswith(f"{check}: found that the drafter fits"), faults
         assert what in faults[0]
+
+
+def test_a_block_size_that_is_not_that_of_training_fits_less(trained, random_target, texts):
+    answers = [(text, prompt.shape[1]) for prompt, text in texts]
+    assert fits(random_target, trained, answers)[1][0].gain < LEAST_GAIN
+    best = fits(random_target, changed(trained, block_size=5), answers)[1][0]
+    assert best.setting.check == "block" and best.setting.geometry.block_size == 7
+    assert best.gain > LEAST_GAIN
 
 
 def test_mistakes_of_training_are_told_by_the_weights(random_target, texts, build, examine, monkeypatch):
@@ -434,6 +442,7 @@ def test_training_records_what_doctor_compares(capsys, folders):
     )
     script = TrainArguments(*(str(folders / name) for name in ("drafter", "target", "rows.jsonl")))
     run_train(script, arguments)
+    capsys.readouterr()
     shutil.rmtree(folders / "drafter")
     output.rename(folders / "drafter")
     code, out, _ = doctor(capsys, folders, "--json")

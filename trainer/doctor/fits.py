@@ -21,7 +21,7 @@ from ..blocks import block_mask, position_ids
 from ..states import TargetModules
 
 LEAST_GAIN = 0.05  # nats a draft: what a better setting must win at least
-STANDARD_ERRORS = 4.0  # and how many standard errors of the mean
+STANDARD_ERRORS = 3.0  # and how many standard errors of the mean
 MOST_ANCHORS = 64  # of one text
 
 
@@ -204,8 +204,9 @@ class Fit:
     """A setting beside the configured one, over all texts.
 
     Attributes:
-        nats: mean cross-entropy of a draft. gain: how much lower it is than the configured setting's on the slots that
-        both have. error: standard error of `gain`; blocks overlap, so only one in `D` counts as independent.
+        nats: mean cross-entropy of a draft.
+        gain: how much lower it is than the configured setting's; a slot that this one lacks gains nothing.
+        error: standard error of `gain`; blocks overlap, so only one in `D` counts as independent.
     """
 
     setting: Setting
@@ -221,13 +222,12 @@ class Fit:
 
 def compare(setting: Setting, found: list[torch.Tensor], base: list[torch.Tensor]) -> Fit:
     """`found` and `base`: `[A, D]` of each text."""
-    gains, nats, slots = [], [], 1
-    for mine, configured_nats in zip(found, base):
-        slots = min(mine.shape[1], configured_nats.shape[1])
-        mine = mine[:, :slots]
-        gain = (configured_nats[:, :slots] - mine).nanmean(dim=1)  # [A]
-        gains.append(gain[~gain.isnan()])
-        nats.append(mine[~mine.isnan()])
+    gains, nats, slots = [], [], base[0].shape[1]
+    for mine, usual in zip(found, base):
+        shared = min(mine.shape[1], slots)
+        won = (usual[:, :shared] - mine[:, :shared]).nansum(dim=1) / (~usual.isnan()).sum(dim=1)  # [A]
+        gains.append(won[~won.isnan()])
+        nats.append(mine[:, :shared][~mine[:, :shared].isnan()])
     gain = torch.cat(gains).double()
     error = gain.std().item() * math.sqrt(slots / len(gain)) if len(gain) > 1 else math.inf
     return Fit(setting, torch.cat(nats).mean().item(), gain.mean().item(), error)
