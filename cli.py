@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 EMBEDDED_TARGET = Path(__file__).parent / "checkpoints" / "tiny-target"
 EMBEDDED_DRAFTER = Path(__file__).parent / "checkpoints" / "tiny-hyperdflash"
@@ -153,10 +154,11 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     from transformers.utils import logging
 
     from . import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
+    from .utils.folders import check_model_path
 
     for name, path in (("target", target), ("drafter", drafter)):
-        if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-            raise FileNotFoundError(f"{name}: no folder {path}")
+        if path is not None:
+            check_model_path(name, path)
     logging.disable_progress_bar()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -176,6 +178,11 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
             raise ValueError(f"drafter: found a model of type {drafter_type!r} in {drafter!r}, wanted 'hyperdflash'")
         drafter_model = AutoModel.from_pretrained(drafter, **common).to(device).eval()
         if args.num_draft_tokens is not None:
+            most = drafter_model.config.geometry.num_draft_tokens
+            if not 1 <= args.num_draft_tokens <= most:
+                raise ValueError(
+                    f"num_draft_tokens: found {args.num_draft_tokens}, wanted 1 to {most}, the drafts of a block"
+                )
             drafter_model.generation_config.num_assistant_tokens = args.num_draft_tokens
     return target_model, tokenizer, drafter_model
 
@@ -298,8 +305,22 @@ def parse(verb: str, argv: list[str], *dataclass_types: type) -> tuple:
     """The arguments of a verb as instances of its dataclasses, from flags and `--config`."""
     from trl import TrlParser
 
-    parser = TrlParser(dataclass_types, prog=f"hyperdflash {verb}", description=VERBS[verb][1])
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if argv[-1:] == ["--config"]:
+        raise ValueError("config: found nothing behind --config, wanted a YAML file")
+    parser = TrlParser(dataclass_types, prog=f"hyperdflash {verb}", description=VERBS[verb][1], allow_abbrev=False)
+    parser.error = _refuse
+    known = [*parser._option_string_actions, "--config"]
+    for word in argv:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in known:
+            near = get_close_matches(option, known, n=1) or [f"an option of `hyperdflash {verb} --help`"]
+            raise ValueError(f"{option}: found no such option, wanted {near[0]}")
     return parser.parse_args_and_config(args=argv)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def run_demo(argv: list[str]) -> int:
@@ -328,10 +349,50 @@ def run_train(argv: list[str]) -> int:
     return 0
 
 
+def run_regenerate(argv: list[str]) -> int:
+    from .trainer import RegenerateArguments, run_regenerate
+
+    print(json.dumps(run_regenerate(*parse("regenerate", argv, RegenerateArguments)), indent=2))
+    return 0
+
+
+def run_doctor(argv: list[str]) -> int:
+    from .trainer import DoctorArguments, run_doctor
+
+    (args,) = parse("doctor", argv, DoctorArguments)
+    report = run_doctor(args)
+    if args.json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        print_diagnosis(report)
+    return 0 if report["ok"] else 1
+
+
+def print_diagnosis(report: dict[str, Any]) -> None:
+    """One line a finding, then acceptance by slot, in training and in decoding."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in report["findings"]:
+        mark, colour = ("ok   ", "green") if finding["ok"] else ("WRONG", "red")
+        console.print(f"[{colour}]{mark}[/{colour}] {finding['check']:<13} ", end="")
+        console.print(finding["message"], markup=False)
+    if (found := report["acceptance"]) is None:
+        return
+    title = f"acceptance by slot, {found['rounds']} rounds, {found['drafts']} drafts"
+    table = Table("", *(str(slot + 1) for slot in range(len(found["decoding_per_slot"]))), title=title)
+    for where in ("training", "decoding"):
+        table.add_row(where, *(f"{share:.2f}" for share in found[f"{where}_per_slot"]))
+    console.print(table)
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "doctor": (run_doctor, "Say whether a drafter decodes as it was trained, and what is wrong if not."),
     "demo": (run_demo, "Run the embedded pair on built-in prompts and compare with target-only decoding."),
     "generate": (run_generate, "Answer one prompt with any target and any drafter."),
     "init": (run_init, "Start a drafter from a target's own hc_head gates."),
+    "regenerate": (run_regenerate, "Let a target answer prompts: the text that its drafter is trained on."),
     "train": (run_train, "Train a drafter on text that the target wrote."),
 }
 
@@ -354,7 +415,8 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb. Returns the exit code: 0, or 2 for wrong arguments or input, said in one line on stderr."""
+    """Runs one verb. Returns the exit code: 0; 1 if `doctor` found a fault; 2 for wrong arguments or
+    input, said in one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())

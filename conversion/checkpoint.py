@@ -84,6 +84,10 @@ class Checkpoint:
         wanted = " or ".join(repr(naming[0]) for naming in namings)
         raise ValueError(f"{self.folder}: tensor {wanted}: found none in {self._where()}")
 
+    def stored(self) -> frozenset[str]:
+        """Those of `names` that the checkpoint has. Raises as [`find`] does for malformed files."""
+        return frozenset().union(*self._listings())
+
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor, in the file's dtype.
 

@@ -146,6 +146,9 @@ def test_options_come_from_a_file_and_flags_go_over_it(capsys, tmp_path, target_
         (["demo", "--prompts", "0"], "prompts"),
         (["generate", "--prompt", "a", "--max_new_tokens", "0"], "max_new_tokens"),
         (["init", "--target", "./no/such/target", "--output", "out"], "no/such/target"),
+        (["generate", "--prompt", "a", "--config"], "config: found nothing"),
+        (["generate", "--promt", "a"], "--promt: found no such option, wanted --prompt"),
+        (["train", "--target", "a"], "required: --drafter"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_field_and_exit_code_2(capsys, argv, named):
@@ -153,6 +156,11 @@ def test_bad_input_is_one_line_that_names_the_field_and_exit_code_2(capsys, argv
     assert code == 2
     assert out == ""
     assert named in err and err.startswith("hyperdflash") and err.count("\n") == 1
+
+
+def test_more_drafts_than_the_block_holds_are_refused(capsys):
+    code, _, err = run(capsys, "generate", *PAIR, "--prompt", "a", "--num_draft_tokens", "7")
+    assert code == 2 and "num_draft_tokens: found 7, wanted 1 to 6" in err
 
 
 def test_a_truncated_checkpoint_is_one_line_as_well(capsys, tmp_path):

@@ -937,6 +937,13 @@ def test_a_call_that_cannot_be_assisted_is_refused(target, drafter, inputs, mess
     assert not forwards
 
 
+@pytest.mark.parametrize("assistant", ["path/to/drafter", "target"])
+def test_an_assistant_that_is_no_drafter_is_refused_by_what_it_is(target, assistant):
+    found = "str" if assistant != "target" else "DeepseekV4ForCausalLM"
+    with pytest.raises(ValueError, match=f"assistant_model.*found {found}, wanted a HyperDFlash drafter"):
+        target.generate(prompt(9), assistant_model=target if assistant == "target" else assistant)
+
+
 def test_more_than_one_sequence_is_refused(target, drafter):
     for assistance in ({"assistant_model": drafter}, {"prompt_lookup_num_tokens": 3}):
         with pytest.raises(ValueError, match="batch size: found 2, wanted 1"):

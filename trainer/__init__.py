@@ -6,28 +6,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _HOMES = {
+    "CachedTargetStates": "states",
+    "DoctorArguments": "doctor.arguments",
     "HyperDFlashTrainer": "trainer",
     "HyperDFlashTrainingArguments": "arguments",
     "LiveTargetStates": "states",
-    "RememberedTargetStates": "states",
+    "RegenerateArguments": "regeneration",
+    "StateCache": "state_cache",
     "TargetStates": "states",
     "TrainArguments": "arguments",
+    "run_doctor": "doctor.run",
+    "run_regenerate": "regeneration",
     "run_train": "run",
 }
 __all__ = [
+    "CachedTargetStates",
+    "DoctorArguments",
     "HyperDFlashTrainer",
     "HyperDFlashTrainingArguments",
     "LiveTargetStates",
-    "RememberedTargetStates",
+    "RegenerateArguments",
+    "StateCache",
     "TargetStates",
     "TrainArguments",
+    "run_doctor",
+    "run_regenerate",
     "run_train",
 ]
 
 if TYPE_CHECKING:
     from .arguments import HyperDFlashTrainingArguments, TrainArguments
+    from .doctor.arguments import DoctorArguments
+    from .doctor.run import run_doctor
+    from .regeneration import RegenerateArguments, run_regenerate
     from .run import run_train
-    from .states import LiveTargetStates, RememberedTargetStates, TargetStates
+    from .state_cache import StateCache
+    from .states import CachedTargetStates, LiveTargetStates, TargetStates
     from .trainer import HyperDFlashTrainer
 
 

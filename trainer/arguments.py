@@ -10,7 +10,9 @@ import torch
 from trl import SFTConfig
 
 from .losses import Objective
-from .states import TEACHER_POOLINGS
+from .states import STATE_DTYPES, TEACHER_POOLINGS
+
+STATES_SOURCES = ("live", "cache", "fill")
 
 
 @dataclass
@@ -27,6 +29,8 @@ class HyperDFlashTrainingArguments(SFTConfig):
         kl_temperature (`float`): `T` of teacher and student.
         kl_teacher (`str`): How the target's streams are pooled for the teacher: their `"mean"`, as the paper ran, or
             its own `"hc_head"`, which gives its true distribution.
+        loss_chunk_size (`int`): Draft slots whose logits exist at once, student's and teacher's: each takes the
+            vocabulary in float32. The loss does not depend on it.
         reducer_learning_rate_factor (`float`): The reducer's learning rate over that of the body.
         freeze_reducer (`bool`): Do not train the reducer.
 
@@ -78,6 +82,9 @@ class HyperDFlashTrainingArguments(SFTConfig):
             "choices": list(TEACHER_POOLINGS),
         },
     )
+    loss_chunk_size: int = field(
+        default=256, metadata={"help": "Draft slots whose logits exist at once; the loss does not depend on it."}
+    )
     reducer_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "The reducer's learning rate over that of the body."}
     )
@@ -94,9 +101,11 @@ class HyperDFlashTrainingArguments(SFTConfig):
         self._require("kl_positions", self.kl_positions >= 1, "at least 1 (kl_weight 0 turns the teacher off)")
         self._require("kl_temperature", self.kl_temperature > 0, "above 0")
         self._require("kl_teacher", self.kl_teacher in TEACHER_POOLINGS, f"one of {TEACHER_POOLINGS}")
+        self._require("loss_chunk_size", self.loss_chunk_size >= 1, "at least 1")
         self._require("reducer_learning_rate_factor", self.reducer_learning_rate_factor > 0, "above 0")
         for name in ("packing", "eval_packing", "padding_free"):
-            self._require(name, not getattr(self, name), "False: a row is one document")
+            rule = "False: one document a row, as DeepSeek-V4 compresses its context across documents that share one"
+            self._require(name, not getattr(self, name), rule)
         self._require("loss_type", self.loss_type == "nll", "'nll': the drafter has its own loss")
         self._require("label_smoothing_factor", self.label_smoothing_factor == 0, "0: the drafter has its own loss")
 
@@ -133,11 +142,35 @@ class TrainArguments:
         default="auto",
         metadata={"help": "Type of the target's weights: auto (as stored), bfloat16, float16, float32."},
     )
-    remember_states: bool = field(
-        default=False,
+    states_source: str = field(
+        default="live",
         metadata={
-            "help": "Keep the target's states of each document in memory after their first use, so that later epochs "
-            "do without the target: streams x width numbers a token."
+            "help": "Where the target's states come from: live, the target runs in every step; cache, states_cache "
+            "has them all and the target is not loaded; fill, a document's states are computed once and kept, in "
+            "states_cache, or in memory without one. All three train on the same numbers.",
+            "choices": list(STATES_SOURCES),
+        },
+    )
+    states_cache: str | None = field(
+        default=None,
+        metadata={"help": "Folder of kept states, for states_source cache and fill: streams x width numbers a token."},
+    )
+    states_dtype: str = field(
+        default="bfloat16",
+        metadata={
+            "help": "What states are rounded to, whatever their source: bfloat16, float32, or float8_e4m3fn with a "
+            "scale a token and stream.",
+            "choices": list(STATE_DTYPES),
+        },
+    )
+    states_shard_mb: int = field(
+        default=512, metadata={"help": "MB in a file of the cache; each process holds as much in memory to fill it."}
+    )
+    target_batch_size: int = field(
+        default=1,
+        metadata={
+            "help": "For states_source live: documents that the target runs at a time. With 1 states depend on the "
+            "document alone, as kept ones always do; more is faster where documents are short."
         },
     )
     target_init_kwargs: dict[str, Any] | str | None = field(
@@ -167,6 +200,23 @@ class TrainArguments:
     def __post_init__(self):
         if isinstance(self.target_init_kwargs, str):
             self.target_init_kwargs = json.loads(self.target_init_kwargs)
+        for name, choices in (("states_source", STATES_SOURCES), ("states_dtype", tuple(STATE_DTYPES))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"TrainArguments.{name}: found {getattr(self, name)!r}, wanted one of {choices}")
+        for name in ("states_shard_mb", "target_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainArguments.{name}: found {getattr(self, name)}, wanted at least 1")
+        live = self.states_source == "live"
+        if live and self.states_cache is not None or self.states_source == "cache" and self.states_cache is None:
+            raise ValueError(
+                f"TrainArguments.states_cache: found {self.states_cache!r}, wanted {'none' if live else 'a folder'}, "
+                f"as states_source is {self.states_source!r}"
+            )
+        if self.target_batch_size > 1 and not live:
+            raise ValueError(
+                f"TrainArguments.target_batch_size: found {self.target_batch_size}, wanted 1, as states_source is "
+                f"{self.states_source!r}: kept states depend on the document alone"
+            )
         if self.lora_r < 1:
             raise ValueError(f"TrainArguments.lora_r: found {self.lora_r}, wanted at least 1")
         if self.merge_adapter and not self.use_peft:

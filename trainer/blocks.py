@@ -113,7 +113,11 @@ def position_ids(anchors: torch.LongTensor, context_length: int, geometry: Block
 
 
 def block_mask(
-    anchors: torch.LongTensor, context_length: int, geometry: BlockGeometry, window: int | None = None
+    anchors: torch.LongTensor,
+    context_length: int,
+    geometry: BlockGeometry,
+    window: int | None = None,
+    context_start: int = 0,
 ) -> torch.BoolTensor:
     """Which key each slot of each block sees, over `[context ; blocks]`.
 
@@ -123,12 +127,12 @@ def block_mask(
     So padding on the right is never seen, and every slot sees at least its own block.
 
     Args:
-        anchors: `[b, A]`. context_length: `s`.
+        anchors: `[b, A]`. context_length: `s`. context_start: leaves out the positions before.
 
     Returns:
         `[b, 1, A * B, s + A * B]`, true where seen: broadcast over the heads.
     """
-    key_positions = torch.arange(context_length, device=anchors.device)  # [s]
+    key_positions = torch.arange(context_start, context_length, device=anchors.device)  # [s]
     query_positions = _slot_positions(anchors, geometry).unsqueeze(-1)  # [b, A * B, 1]
     query_anchors = anchors.repeat_interleave(geometry.block_size, dim=1).unsqueeze(-1)  # [b, A * B, 1]
     context = geometry.sees_context(key_positions, query_anchors, query_positions, window)  # [b, A * B, s]

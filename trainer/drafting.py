@@ -5,33 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..configuration_hyperdflash import BlockGeometry, HyperDFlashConfig
-from .blocks import block_mask, position_ids
+from ..configuration_hyperdflash import BlockGeometry
+from .attention import attention_masks
+from .blocks import position_ids
 from .states import DocumentStates, TargetModules
-
-
-def attention_masks(
-    anchors: torch.LongTensor, context_length: int, config: HyperDFlashConfig, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """A mask for each layer type of the drafter, in the form that its attention implementation takes.
-
-    Raises:
-        ValueError: the implementation takes neither a boolean nor an additive mask.
-    """
-    masks = {}
-    for layer_type in set(config.layer_types):
-        window = config.sliding_window if layer_type == "sliding_attention" else None
-        visible = block_mask(anchors, context_length, config.geometry, window)  # [b, 1, A * B, s + A * B]
-        if config._attn_implementation == "sdpa":
-            masks[layer_type] = visible
-        elif config._attn_implementation == "eager":
-            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            masks[layer_type] = hidden.masked_fill_(~visible, torch.finfo(dtype).min)
-        else:
-            raise ValueError(
-                f"attn_implementation: found {config._attn_implementation!r}, wanted 'sdpa' or 'eager' in training"
-            )
-    return masks
 
 
 def draft_hidden_states(

@@ -31,8 +31,8 @@ FREE_OPTIONS = frozenset(
     dataloader_prefetch_factor disable_tqdm do_eval do_predict do_train fsdp fsdp_config full_determinism
     gradient_accumulation_steps greater_is_better include_for_metrics load_best_model_at_end local_rank merge_adapter
     metric_for_best_model output_dir per_device_eval_batch_size per_device_train_batch_size prediction_loss_only
-    project push_to_hub remember_states report_to resume_from_checkpoint run_name skip_memory_metrics
-    target_init_kwargs use_cpu
+    project push_to_hub report_to resume_from_checkpoint run_name skip_memory_metrics states_cache states_shard_mb
+    states_source target_init_kwargs use_cpu
     """.split()
 )
 FREE_PREFIXES = ("eval_", "hub_", "log_", "logging_", "save_", "trackio_")

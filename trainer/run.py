@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..utils.folders import check_spares_target
+from ..utils.folders import check_model_path, check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
+from .doctor.record import drafting_record
 from .resume import check_same_run, last_whole_checkpoint, missing_part
-from .states import LiveTargetStates, RememberedTargetStates
+from .state_cache import StateCache, state_manifest
+from .states import STATE_DTYPES, CachedTargetStates, LiveTargetStates, TargetStates
+from .target_modules import TargetModules, load_without_layers
 from .trainer import HyperDFlashTrainer
 
 ROW_FORMS = (
@@ -56,11 +61,11 @@ def _file_format(path: Path) -> str | None:
     return FILE_FORMATS.get(Path(path.name.removesuffix(".gz")).suffix)
 
 
-def load_rows(data: str, split: str = "train") -> Dataset:
-    """Rows of a file, a folder or a Hub data set, with the columns of the first form in `ROW_FORMS` that they have.
+def read_rows(data: str, split: str = "train") -> Dataset:
+    """Rows of a file, a folder or a Hub data set, as they are.
 
     Raises:
-        ValueError: the rows have none of these forms.
+        ValueError: there are no rows, or they cannot be read.
     """
     files = data_files(data)
     try:
@@ -73,6 +78,16 @@ def load_rows(data: str, split: str = "train") -> Dataset:
         raise ValueError(f"data: found {reason[0]} in {data!r}, wanted rows as JSON lines or parquet") from None
     if len(rows) == 0:
         raise ValueError(f"data: found no rows in {data!r}, wanted at least one")
+    return rows
+
+
+def load_rows(data: str, split: str = "train") -> Dataset:
+    """Rows of a file, a folder or a Hub data set, with the columns of the first form in `ROW_FORMS` that they have.
+
+    Raises:
+        ValueError: the rows have none of these forms.
+    """
+    rows = read_rows(data, split)
     for column, others in ROW_FORMS:
         if column in rows.column_names:
             rows = rows.select_columns([column, *(other for other in others if other in rows.column_names)])
@@ -116,47 +131,93 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         parts = train.train_test_split(test_size=script_args.held_out, seed=training_args.seed)
         train, held_out = parts["train"], parts["test"]
 
-    target = AutoModelForCausalLM.from_pretrained(
-        script_args.target,
-        revision=script_args.target_revision,
-        dtype=script_args.target_dtype,
-        **(script_args.target_init_kwargs or {}),
-    )
     tokenizer = AutoTokenizer.from_pretrained(
         script_args.tokenizer or script_args.target,
         revision=None if script_args.tokenizer else script_args.target_revision,
     )
     drafter = HyperDFlashModel.from_pretrained(script_args.drafter, dtype=torch.float32)
-    if script_args.remember_states:
-        check_drafter_fits(target, drafter)
-        target = RememberedTargetStates(LiveTargetStates(target.to(training_args.device), drafter.config))
+    states = choose_states(script_args, training_args, drafter, tokenizer)
     trainer = HyperDFlashTrainer(
         model=drafter,
-        target=target,
+        target=states,
         args=training_args,
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
         peft_config=lora_config(script_args, training_args.freeze_reducer),
     )
+    if script_args.states_source == "cache":
+        for rows in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
+            states.check_complete(rows.with_format("numpy")["input_ids"])
     check_mergeable(script_args, trainer)
-    record = _provenance(script_args, training_args, train, held_out)
+    record = _provenance(script_args, training_args, train, held_out, states)
+    record["drafting"] = drafting_record(drafter.config, tokenizer)
     resume = _checkpoint_to_resume(training_args, record)
     trainer.provenance = record | ({"resumed_from": Path(resume).name} if resume else {})
     if trainer.is_world_process_zero():
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
         write_provenance(training_args.output_dir, trainer.provenance)
 
-    metrics = trainer.train(resume_from_checkpoint=resume).metrics
-    if script_args.merge_adapter:
-        trainer.save_model(str(Path(training_args.output_dir) / "adapter"), _internal_call=True)
-        trainer.merge_adapter()
-    if held_out is not None:
-        metrics |= trainer.evaluate()
+    with closing(states):
+        metrics = trainer.train(resume_from_checkpoint=resume).metrics
+        if script_args.merge_adapter:
+            trainer.save_model(str(Path(training_args.output_dir) / "adapter"), _internal_call=True)
+            trainer.merge_adapter()
+        if held_out is not None:
+            metrics |= trainer.evaluate()
     trainer.save_state()
     trainer.provenance["metrics"] = metrics
     trainer.save_model()  # the last: with `push_to_hub` it uploads the folder as it is then
     return metrics
+
+
+def choose_states(
+    script_args: TrainArguments,
+    training_args: HyperDFlashTrainingArguments,
+    drafter: HyperDFlashModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TargetStates:
+    """The source of states that the arguments ask for. Only `states_source="live"` loads the target here.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or `states_cache` holds other states; see [`StateCache`].
+    """
+    dtype, options = STATE_DTYPES[script_args.states_dtype], script_args.target_init_kwargs or {}
+
+    def live(dtype: torch.dtype | None) -> LiveTargetStates:
+        target = AutoModelForCausalLM.from_pretrained(
+            script_args.target, revision=script_args.target_revision, dtype=script_args.target_dtype, **options
+        )
+        check_drafter_fits(target, drafter)
+        return LiveTargetStates(target, drafter.config, training_args.device, dtype, script_args.target_batch_size)
+
+    if script_args.states_source == "live":
+        return live(dtype)
+    target = load_without_layers(script_args.target, script_args.target_revision, script_args.target_dtype)
+    check_drafter_fits(target, drafter)
+    rows = {}
+    if script_args.states_cache is not None:
+        template, path = tokenizer.chat_template, training_args.chat_template_path
+        if path is not None:  # TRL will put it in place
+            template = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else path
+        rows = StateCache(
+            script_args.states_cache,
+            state_manifest(
+                target=script_args.target,
+                target_config=target.config,
+                target_dtype=target.dtype,
+                target_options=options,
+                drafter_config=drafter.config,
+                tokenizer=tokenizer,
+                chat_template=template,
+                dtype=script_args.states_dtype,
+            ),
+            read_only=script_args.states_source == "cache",
+            shard_bytes=script_args.states_shard_mb << 20,
+            rank=training_args.process_index,
+        )
+    source = partial(live, None) if script_args.states_source == "fill" else None
+    return CachedTargetStates(rows, TargetModules.of(target.to(training_args.device)), dtype, source)
 
 
 def check_mergeable(script_args: TrainArguments, trainer: HyperDFlashTrainer) -> None:
@@ -188,6 +249,7 @@ def _checkpoint_to_resume(training_args: HyperDFlashTrainingArguments, record: d
 
 def _check_model_type(name: str, model: str) -> None:
     """Refuses a local folder of the other kind: a target where the drafter is wanted, or the reverse."""
+    check_model_path(name, model)
     config = Path(model) / "config.json"
     if name == "drafter" and (Path(model) / ADAPTER_CONFIG_NAME).is_file():
         raise ValueError(f"drafter: found an adapter in {model!r}, wanted a drafter: merge it first (merge_adapter)")
@@ -203,7 +265,11 @@ def _check_model_type(name: str, model: str) -> None:
 
 
 def _provenance(
-    script_args: TrainArguments, training_args: HyperDFlashTrainingArguments, train: Dataset, held_out: Dataset | None
+    script_args: TrainArguments,
+    training_args: HyperDFlashTrainingArguments,
+    train: Dataset,
+    held_out: Dataset | None,
+    states: TargetStates,
 ) -> dict[str, Any]:
     data = {"train_rows": len(train), "train_files": file_fingerprints(data_files(script_args.data))}
     if not data["train_files"]:
@@ -216,9 +282,12 @@ def _provenance(
         for name, value in training_args.to_sanitized_dict().items()
         if name in HyperDFlashTrainingArguments.__dataclass_fields__ and name not in ("output_dir", "logging_dir")
     }
+    arguments = asdict(script_args)
+    if script_args.states_cache is not None:  # where it lies says nothing, what it is of does
+        arguments["states_cache"] = {"manifest_sha256": states.rows.manifest_sha256}
     rows = training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.world_size
     return collect_provenance(
-        arguments=asdict(script_args),
+        arguments=arguments,
         training_arguments=changed,
         data=data,
         batch={"rows_per_step": rows, "processes": training_args.world_size},

@@ -27,9 +27,10 @@ from ..modeling_hyperdflash import HyperDFlashModel, rms
 from ..utils.provenance import write_provenance
 from .adapters import base_drafter, check_peft_config
 from .arguments import HyperDFlashTrainingArguments
+from .attention import block_sparse_attention
 from .blocks import draw_anchors, eligible_anchors, slot_labels
 from .drafting import draft_hidden_states, teacher_positions
-from .losses import BlockSums, block_sums
+from .losses import BlockSums, block_loss
 from .sampling import SeededLengthGroupedSampler, drop_repeated_rows, set_sampler_epoch
 from .states import LiveTargetStates, TargetStates
 
@@ -68,7 +69,7 @@ class HyperDFlashTrainer(SFTTrainer):
 
     Args:
         model: the drafter, or a `PeftModel` around one.
-        target: the target, loaded in any way transformers can, or another source of [`TargetStates`].
+        target: the target, loaded in any way transformers can, or any [`TargetStates`].
         args: the training arguments.
         train_dataset, eval_dataset, formatting_func: as in [`~trl.SFTTrainer`].
         processing_class: the target's tokenizer; by default it is loaded from where the target was.
@@ -115,9 +116,7 @@ class HyperDFlashTrainer(SFTTrainer):
             check_drafter_fits(target, model)
             if processing_class is None:
                 processing_class = AutoTokenizer.from_pretrained(target.config.name_or_path)
-            if not hasattr(target, "hf_device_map"):
-                target.to(args.device)
-            target = LiveTargetStates(target, model.config)
+            target = LiveTargetStates(target, model.config, args.device)
         self.target_states = target
         if args.assistant_only_loss is None:
             sample = next(iter(train_dataset))
@@ -228,6 +227,11 @@ class HyperDFlashTrainer(SFTTrainer):
             step,
         )
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward, which recomputes layers under activation checkpointing, on block-sparse attention."""
+        with block_sparse_attention(base_drafter(self.model).config):
+            return super().training_step(*args, **kwargs)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -240,6 +244,9 @@ class HyperDFlashTrainer(SFTTrainer):
         Args:
             inputs: `input_ids`, `labels`, `attention_mask` `[b, s]`, `anchors` `[b, A]` (drawn here in evaluation).
             num_items_in_batch: `[D]`, blocks of the whole step (`get_batch_samples`); `None`: those of this batch.
+
+        Returns:
+            The loss, and with `return_outputs` the sums that it is made of.
         """
         input_ids, labels, anchors = inputs["input_ids"], inputs["labels"], inputs.get("anchors")
         if anchors is None:
@@ -254,19 +261,18 @@ class HyperDFlashTrainer(SFTTrainer):
             rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
             teacher = teacher[rows, positions.clamp(max=input_ids.shape[1] - 1)]  # [b, A, P, d]
         with self.accelerator.autocast():
-            sums = block_sums(
+            loss, sums = block_loss(
                 hidden_states,
                 *slot_labels(labels, anchors, self.geometry),
                 modules.logits,
+                self.objective,
+                num_items_in_batch,
                 teacher,
-                self.objective.kl_positions,
-                self.objective.kl_temperature,
+                self.args.loss_chunk_size,
             )
-        if num_items_in_batch is None:
-            loss = self.objective.loss(sums, sums.blocks)
-        else:  # DDP averages the gradients over the ranks
-            loss = self.objective.loss(sums, num_items_in_batch) * self.accelerator.num_processes
-        self._record(sums.detach(), states.context, inputs["attention_mask"])
+        if num_items_in_batch is not None:  # DDP averages the gradients over the ranks
+            loss = loss * self.accelerator.num_processes
+        self._record(sums, states.context, inputs["attention_mask"])
         return (loss, sums) if return_outputs else loss
 
     def prediction_step(
@@ -275,7 +281,8 @@ class HyperDFlashTrainer(SFTTrainer):
         """As in [`~transformers.Trainer`], without the rows that fill up the last batches of several processes."""
         rows = self.callback_handler.eval_dataloader.dataset
         inputs = self._without_repeated_rows(inputs, rows, self.args.eval_batch_size)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with block_sparse_attention(base_drafter(self.model).config):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     @torch.no_grad()
     def _record(self, sums: BlockSums, context: torch.Tensor, attention_mask: torch.LongTensor) -> None:

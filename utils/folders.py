@@ -1,4 +1,4 @@
-"""Output folders that are written whole or not at all."""
+"""Model folders that are there, and output folders that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def check_model_path(name: str, model: str) -> None:
+    """Whether `model` is a folder, where it reads like one: `./a`, `/a/b`, `a/b/c`, or `a/b` beside a folder `a`.
+
+    Args:
+        name: of the option, for the error. model: folder or Hub id; what else reads like a Hub id is left to the Hub.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    path = Path(model).expanduser()
+    local = model.startswith((".", "/", "~")) or len(path.parts) > 2 or len(path.parts) == 2 and path.parent.is_dir()
+    if local and not path.is_dir():
+        raise FileNotFoundError(f"{name}: found no folder {model!r}, wanted one, or a Hub id")
 
 
 def check_output_folder(output: str | os.PathLike, overwrite: bool = False) -> None:
@@ -23,7 +38,7 @@ def check_output_folder(output: str | os.PathLike, overwrite: bool = False) -> N
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise FileExistsError(
             f"output: found the folder {str(output)!r} with something in it, wanted an empty one, no such path, or "
-            "overwrite"
+            "--overwrite true"
         )
 
 
@@ -81,4 +96,27 @@ def whole_folder(output: str | os.PathLike, overwrite: bool = False) -> Iterator
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-__all__ = ["check_output_folder", "check_spares_target", "whole_folder"]
+@contextmanager
+def whole_file(output: str | os.PathLike) -> Iterator[Path]:
+    """A context whose value is a new path beside `output`; the file written there becomes `output` at the end.
+
+    It is on the disk before it has its name, so that not even a power failure leaves half a file under that name. When
+    the context ends with an exception, the new file is deleted and `output` is what it was.
+    """
+    final = Path(output)
+    partial = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(final)
+        folder = os.open(final.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+__all__ = ["check_model_path", "check_output_folder", "check_spares_target", "whole_file", "whole_folder"]

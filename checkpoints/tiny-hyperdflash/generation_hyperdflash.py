@@ -397,7 +397,7 @@ def rewindable(cache: Cache, max_rollback: int | None = None) -> Iterator[Cache]
 
 @dataclass
 class GenerationStatistics:
-    """What one assisted `generate` call did: the one record that generate, eval, doctor and serving share.
+    """What one assisted `generate` call did: the one record of them, wherever it is asked for.
 
     A *round* is one draft and its verification by one target forward; it emits the accepted drafts and, after them,
     one token of the target's own, the bonus token. The first token comes from the prefill and belongs to no round.
@@ -1139,6 +1139,11 @@ def _hook_validate_generation_mode(original: Callable) -> Callable:
             check_assisted_call(self, drafter, generation_mode, generation_config)
             generation_config.speculation_type = "dflash"
             self = _Rewindable(self)
+        elif drafter is not None and self.config.model_type == "deepseek_v4":
+            raise ValueError(
+                f"`assistant_model`: found {type(drafter).__name__}, wanted a HyperDFlash drafter for "
+                f"{type(self).__name__}: AutoModel.from_pretrained(drafter, trust_remote_code=True)."
+            )
         elif _looks_up_prompt(self, generation_config):
             self = _Rewindable(self)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)

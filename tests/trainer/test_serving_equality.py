@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from hyperdflash.generation_hyperdflash import HyperDFlashCandidateGenerator, install_hooks
+from hyperdflash.trainer.attention import BLOCK_SPARSE, block_sparse_attention
 from hyperdflash.trainer.blocks import slot_labels
 from hyperdflash.trainer.drafting import draft_hidden_states
-from hyperdflash.trainer.losses import Objective, block_sums
+from hyperdflash.trainer.losses import Objective, block_loss
 from hyperdflash.trainer.states import LiveTargetStates
 
 PROMPT, NEW_TOKENS = 9, 40
@@ -27,7 +28,8 @@ VARIANTS = {
 def training_drafts(drafter, target, text, anchors):
     """`[A, D]` drafts, `[A, D]` whether all drafts up to a slot equal the text, and the hidden states, in one pass."""
     states = LiveTargetStates(target, drafter.config)
-    hidden = draft_hidden_states(drafter, states.modules, states(text, torch.ones_like(text)), text, anchors)
+    with block_sparse_attention(drafter.config):
+        hidden = draft_hidden_states(drafter, states.modules, states(text, torch.ones_like(text)), text, anchors)
     labels, counts = slot_labels(text, anchors, drafter.config.geometry)
     drafts = states.modules.logits(hidden).argmax(dim=-1)  # [1, A, D]
     accepted = ((drafts == labels) & counts).cumprod(dim=-1)
@@ -41,8 +43,7 @@ def fit(drafter, target, text, steps):
     objective = Objective(4.0, 0.0, 1, 1.0)
     for _ in range(steps):
         hidden, labels, counts, states = training_drafts(drafter, target, text, anchors)[2]
-        sums = block_sums(hidden, labels, counts, states.modules.logits)
-        objective.loss(sums, sums.blocks).backward()
+        block_loss(hidden, labels, counts, states.modules.logits, objective)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -91,7 +92,7 @@ def test_drafts_and_acceptance_in_training_equal_those_of_generate(
         assert statistics.accepted > 5  # else the test would not see drafts behind accepted drafts
 
 
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager", BLOCK_SPARSE])
 def test_blocks_drafted_together_equal_blocks_drafted_one_by_one(attn_implementation, target, make_drafter):
     drafter = make_drafter(target, sliding_window=9)
     drafter.set_attn_implementation(attn_implementation)

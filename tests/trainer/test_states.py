@@ -5,7 +5,13 @@ import copy
 import pytest
 import torch
 
-from hyperdflash.trainer.states import LiveTargetStates, RememberedTargetStates, TargetModules
+from hyperdflash.trainer.states import (
+    STATE_DTYPES,
+    CachedTargetStates,
+    DocumentStates,
+    LiveTargetStates,
+    TargetModules,
+)
 
 
 @pytest.fixture
@@ -86,25 +92,107 @@ def test_a_block_holds_the_anchors_embedding_and_then_the_mask_tokens(target):
     assert torch.equal(blocks, target.get_input_embeddings()(ids))
 
 
+def ragged(lengths=(40, 23, 31)):
+    """Token ids `[b, s]` of documents of these lengths, padded on the right, and their mask."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return torch.randint(3, 60, mask.shape).masked_fill(mask == 0, 2), mask
+
+
+def assert_same_bits(found, wanted, mask):
+    for name in ("context", "residual"):
+        a, b = (getattr(states, name)[mask.bool()] for states in (found, wanted))
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def count_calls(states, monkeypatch):
+    """The list to which each run of the target behind `states` adds its batch size."""
+    calls, run = [], states._run
+    monkeypatch.setattr(states, "_run", lambda ids: calls.append(len(ids)) or run(ids))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_depend_on_nothing_but_the_document(make_target, drafter, dtype):
+    states = LiveTargetStates(make_target().to(dtype), drafter.config)
+    ids, mask = ragged()
+    together = states(ids, mask)
+    for rows in ([2], [1, 0], [2, 1]):
+        wanted = DocumentStates(context=together.context[rows], residual=together.residual[rows])
+        assert_same_bits(states(ids[rows], mask[rows]), wanted, mask[rows])
+    wider = (torch.nn.functional.pad(values, (0, 24)) for values in (ids, mask))
+    assert torch.equal(states(*wider).residual[:, :40][mask.bool()], together.residual[mask.bool()])
+
+
+def test_documents_run_together_where_that_is_asked_for(fresh_target, drafter, monkeypatch):
+    ids, mask = ragged()
+    wanted = LiveTargetStates(fresh_target, drafter.config)(ids, mask)
+    states = LiveTargetStates(fresh_target, drafter.config, batch_size=2)
+    calls = count_calls(states, monkeypatch)
+    found = states(ids, mask)
+    assert calls == [2, 1]
+    torch.testing.assert_close(found.residual[mask.bool()], wanted.residual[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES.values())
 @pytest.mark.parametrize("source", ["pre_hc_head", "multi_layer"])
-def test_remembered_states_are_the_sources_own_and_ask_it_once_a_document(fresh_target, make_drafter, drafter, source):
+def test_kept_states_are_the_live_ones_to_the_bit_and_made_once(
+    fresh_target, make_drafter, drafter, source, dtype, monkeypatch
+):
     config = drafter.config if source == "pre_hc_head" else multi_layer(make_drafter, fresh_target)
-    live = LiveTargetStates(fresh_target, config)
-    asked = []
+    live = LiveTargetStates(fresh_target, config, dtype=dtype)
+    asked = LiveTargetStates(fresh_target, config)
+    calls = count_calls(asked, monkeypatch)
+    made = []
+    kept = CachedTargetStates({}, live.modules, dtype, lambda: made.append(1) or asked)
+    assert not made
+    ids, mask = ragged()
+    for rows in ([0, 1], [1, 2], [2, 0, 1], [1, 1]):
+        found = kept(ids[rows], mask[rows])
+        assert_same_bits(found, live(ids[rows], mask[rows]), mask[rows])
+        assert (found.context is found.residual) == (source == "pre_hc_head")
+    assert calls == [1, 1, 1] and made == [1]
+    kept.check_complete([row[: length.sum()].tolist() for row, length in zip(ids, mask)])
+    again = CachedTargetStates(kept.rows, live.modules, dtype)
+    assert_same_bits(again(ids, mask), live(ids, mask), mask)
+    with pytest.raises(ValueError, match=r"1 documents, the first in row 1.*states_source 'fill'"):
+        again.check_complete([ids[0].tolist(), ids[0, :-1].tolist()])
+    with pytest.raises(ValueError, match=r"document of 39 tokens that begins \["):
+        again(ids[:1, :-1], mask[:1, :-1])
 
-    class Counting(LiveTargetStates):
-        def __call__(self, input_ids, attention_mask):
-            asked.append(len(input_ids))
-            return super().__call__(input_ids, attention_mask)
 
-    remembered = RememberedTargetStates(Counting(fresh_target, config))
-    ids = torch.randint(3, 60, (3, 40))
-    lengths = torch.tensor([40, 23, 31])
-    mask = (torch.arange(40) < lengths[:, None]).long()
-    for rows in ([0, 1], [1, 2], [2, 0, 1]):
-        found, wanted = remembered(ids[rows], mask[rows]), live(ids[rows], mask[rows])
-        for row, length in enumerate(lengths[rows].tolist()):
-            for name in ("context", "residual"):
-                a, b = getattr(found, name)[row, :length], getattr(wanted, name)[row, :length]
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert asked == [2, 1]
+def random_states(scale):
+    """Streams of very different size, as DeepSeek-V4's are, and a token of zeros. `[n, m, d]`."""
+    states = torch.randn(50, 4, 64, generator=torch.Generator().manual_seed(0))
+    states *= torch.tensor([1e-3, 1.0, 30.0, 1e3])[:, None] * scale
+    states[7] = 0
+    return states
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("layers", [0, 3])
+def test_float8_keeps_every_stream_to_a_sixteenth_whatever_its_size(scale, layers):
+    residual = random_states(scale)
+    parts = [residual * factor for factor in (1e-3, 1.0, 1e3)[:layers]]
+    context = torch.cat(parts, dim=-1) if layers else residual
+    packed = DocumentStates(context=context, residual=residual).pack(torch.float8_e4m3fn)
+    bytes_a_token = sum(values[0].nbytes for values in packed.values())
+    assert bytes_a_token == 4 * (64 + 2) * (1 + layers)  # a byte a number, a scale of 2 a stream and layer
+    for name in ("residual_scale", "context_scale")[: 1 + bool(layers)]:
+        assert (torch.frexp(packed[name].float()).mantissa == 0.5).all()  # powers of two
+    found = DocumentStates.unpack(packed)
+    for kept, wanted in ((found.residual, residual), (found.context, context)):
+        assert kept.dtype == torch.bfloat16 and kept.shape == wanted.shape
+        groups = wanted.unflatten(-1, (-1, 64))
+        error = (kept.double() - wanted.double()).unflatten(-1, (-1, 64)).abs()
+        smallest = groups.abs().amax(dim=-1, keepdim=True).double() * 2**-17  # below, e4m3 has fewer bits
+        assert (error <= groups.abs().double() / 16 + smallest).all()
+    again = DocumentStates.unpack(found.pack(torch.float8_e4m3fn))
+    assert torch.equal(again.residual, found.residual) and torch.equal(again.context, found.context)
+
+
+def test_states_of_the_targets_own_type_are_kept_as_they_are():
+    states = random_states(1.0).bfloat16()
+    found = DocumentStates.unpack(DocumentStates(context=states, residual=states).pack(torch.bfloat16))
+    assert torch.equal(found.residual, states) and found.context is found.residual
+    wider = DocumentStates(context=states, residual=states).pack(torch.float32)["residual"]
+    assert wider.dtype == torch.float32 and torch.equal(wider.bfloat16(), states)

@@ -12,7 +12,7 @@ from transformers import AutoModel, TrainerCallback
 from trl import TrlParser
 
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments, TrainArguments, run_train
+from hyperdflash.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments, TrainArguments, attention, run_train
 from hyperdflash.trainer.blocks import slot_labels
 
 
@@ -169,6 +169,25 @@ def test_gradient_checkpointing_changes_nothing(make_trainer):
     plain, checkpointed = make_trainer(), make_trainer(activation_checkpointing=True)
     plain.train(), checkpointed.train()
     torch.testing.assert_close(parameters(plain), parameters(checkpointed), rtol=1e-5, atol=1e-7)
+
+
+def test_block_sparse_attention_trains_as_the_dense_mask_and_leaves_the_drafters_implementation(
+    make_trainer, target, make_drafter, documents, monkeypatch
+):
+    masks = []
+    make_mask = attention.BlockSparseMask.of
+    monkeypatch.setattr(attention.BlockSparseMask, "of", lambda *args: masks.append(args) or make_mask(*args))
+    found = {}
+    for name in ("eager", "sdpa"):
+        drafter = make_drafter(target)
+        drafter.set_attn_implementation(name)
+        trainer = make_trainer(drafter=drafter, eval_dataset=documents(4), loss_chunk_size=5)
+        trainer.train()
+        found[name] = parameters(trainer), trainer.evaluate()["eval_loss"]
+        assert drafter.config._attn_implementation == name
+        assert len(masks) == (0 if name == "eager" else 2 * 3)  # a mask a layer type; 2 steps and 1 evaluation
+    torch.testing.assert_close(found["sdpa"][0], found["eager"][0], rtol=1e-4, atol=1e-6)
+    assert found["sdpa"][1] == pytest.approx(found["eager"][1], rel=1e-5)
 
 
 def target_texts(target, count=8, length=40):
@@ -330,6 +349,7 @@ def test_what_is_logged_reaches_every_reporter(make_trainer, documents):
         ("kl_positions", 0),
         ("kl_temperature", 0.0),
         ("kl_teacher", "median"),
+        ("loss_chunk_size", 0),
         ("reducer_learning_rate_factor", 0.0),
         ("packing", True),
         ("padding_free", True),
