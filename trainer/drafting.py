@@ -35,7 +35,7 @@ def draft_hidden_states(
     noise_embeds = modules.embed_blocks(input_ids.gather(1, anchors), config.mask_token_id, geometry.block_size)
     outputs = model(
         noise_embeds=noise_embeds.to(dtype),  # [b, A * B, d]
-        context_hidden_states=states.context,
+        context_hidden_states=states.context.to(dtype),  # or what the reducer makes of them is rounded as they were
         attention_mask=attention_masks(anchors, input_ids.shape[1], config, dtype),
         position_ids=position_ids(anchors, input_ids.shape[1], geometry),
     )
