@@ -28,7 +28,7 @@ def test_it_reports_memory_and_time_of_equal_steps(benchmark, tmp_path):
     report = benchmark.main([*ARGUMENTS, "--activation-checkpointing", f"--output={output}"])
     assert json.loads(output.read_text()) == report
     for form in benchmark.FORMS:
-        assert report["memory"][f"{form}_peak_gb"] > report["memory"][f"{form}_before_gb"] > 0.1
+        assert report["memory"][f"{form}_peak_gb"] >= report["memory"][f"{form}_before_gb"] > 0.1
         assert report["time"][f"{form}_seconds"] > 0
     assert 0 < report["time"]["gradient_difference"] < 1e-4
 
