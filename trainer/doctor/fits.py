@@ -60,30 +60,26 @@ def configured(config: HyperDFlashConfig) -> Setting:
 def alternatives(
     config: HyperDFlashConfig, target: PreTrainedModel, other_mask_tokens: tuple[int, ...] = ()
 ) -> Iterator[Setting]:
-    """The settings in which a drafter may have been trained by mistake, or which a config may have lost."""
+    """The settings in which a drafter may have been trained by mistake, or which a config may have lost.
+
+    Some come close to each other: a label one token later is nearly a slot one position earlier. The more frequent
+    mistake comes first.
+    """
     base, retrain = configured(config), "train it again"
 
     def other(check: str, what: str, advice: str, **fields) -> Setting:
         return replace(base, check=check, what=what, advice=advice, **fields)
 
     for shift in (-1, 1):
-        slots = f"slot k with the token at a+k{shift:+d}"
-        yield other("labels", slots, f"labels were off by one in training: {retrain}", label_shift=shift)
-        slots = f"slot k at position a+k{shift:+d}"
-        yield other("positions", slots, f"positions were off by one in training: {retrain}", position_shift=shift)
-        layers = tuple(layer + shift for layer in base.layer_ids)
-        advice = f"set target_layer_ids to what training read, or {retrain}"
-        yield other("layers", f"target_layer_ids {list(layers)}", advice, layer_ids=layers)
-    for size in range(max(config.block_size - 2, 2), config.block_size + 3):
-        if size != config.block_size:
-            geometry = replace(base.geometry, block_size=size)
-            advice = f"set block_size to what training used, or {retrain}"
-            yield other("block", f"block_size {size}", advice, geometry=geometry)
+        what = f"slot k with the token at a+k{shift:+d}"
+        yield other("labels", what, f"labels were off by one in training: {retrain}", label_shift=shift)
     yield other("layers", "states behind the target's final norm", f"training read them there: {retrain}", normed=True)
-    yield other("causality", "slots that see no later slot", f"training was causal: {retrain}", causal=True)
-    advice = f"training saw a state that decoding does not have: {retrain}"
-    yield other("causality", "a context that holds the anchor's state", advice, sees_anchor=True)
-
+    names = {-1: "embedding", config.target_num_hidden_layers: "collapsed, normed state"}
+    for shift in (-1, 1):
+        layers = tuple(layer + shift for layer in base.layer_ids)
+        what = ", ".join(str(names.get(layer, layer)) for layer in layers)
+        advice = f"set target_layer_ids to what training read, or {retrain}"
+        yield other("layers", f"target_layer_ids [{what}]", advice, layer_ids=layers)
     rope = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     own = config.rope_parameters
@@ -93,9 +89,20 @@ def alternatives(
             advice = f"set rope_parameters to what training used, or {retrain}"
             plain = {"rope_type": "default", "rope_theta": theta}
             yield other("rotary", f"plain rotary of base {theta:g}", advice, rope_parameters=plain)
+    yield other("causality", "slots that see no later slot", f"training was causal: {retrain}", causal=True)
+    advice = f"training saw a state that decoding does not have: {retrain}"
+    yield other("causality", "a context that holds the anchor's state", advice, sees_anchor=True)
     for token in sorted({*other_mask_tokens} - {config.mask_token_id}):
         advice = f"set mask_token_id to what training used, or {retrain}"
         yield other("mask_token", f"mask_token_id {token}", advice, mask_token_id=token)
+    for size in range(max(config.block_size - 2, 2), config.block_size + 3):
+        if size != config.block_size:
+            geometry = replace(base.geometry, block_size=size)
+            advice = f"set block_size to what training used, or {retrain}"
+            yield other("block", f"block_size {size}", advice, geometry=geometry)
+    for shift in (-1, 1):
+        what = f"slot k at position a+k{shift:+d}"
+        yield other("positions", what, f"positions were off by one in training: {retrain}", position_shift=shift)
 
 
 @dataclass
@@ -225,9 +232,11 @@ def compare(setting: Setting, found: list[torch.Tensor], base: list[torch.Tensor
     gains, nats, slots = [], [], base[0].shape[1]
     for mine, usual in zip(found, base):
         shared = min(mine.shape[1], slots)
-        won = (usual[:, :shared] - mine[:, :shared]).nansum(dim=1) / (~usual.isnan()).sum(dim=1)  # [A]
+        mine = mine[:, :shared]
+        won = F.pad(usual[:, :shared] - mine, (0, slots - shared)).masked_fill(usual.isnan(), float("nan"))  # [A, D]
+        won = won.nanmean(dim=1)  # [A]
         gains.append(won[~won.isnan()])
-        nats.append(mine[:, :shared][~mine[:, :shared].isnan()])
+        nats.append(mine[~mine.isnan()])
     gain = torch.cat(gains).double()
     error = gain.std().item() * math.sqrt(slots / len(gain)) if len(gain) > 1 else math.inf
     return Fit(setting, torch.cat(nats).mean().item(), gain.mean().item(), error)
@@ -239,7 +248,7 @@ def fits(
     texts: list[tuple[torch.LongTensor, int]],
     other_mask_tokens: tuple[int, ...] = (),
 ) -> tuple[Fit, list[Fit]]:
-    """The fit of the configured setting, and of all alternatives, the best first.
+    """The fit of the configured setting, and of all alternatives, in their order.
 
     Args:
         texts: token ids `[1, s]` that the target wrote, two tokens at least, behind a prompt of the given length.
@@ -253,8 +262,14 @@ def fits(
         anchors = torch.arange(prompt_length, ids.shape[1] - 1, device=ids.device)[:MOST_ANCHORS].unsqueeze(0)
         for nats, setting in zip(found, settings):
             nats.append(cross_entropies(drafter, modules, streams, ids, anchors, setting))
-    others = [compare(setting, nats, found[0]) for setting, nats in zip(settings[1:], found[1:])]
-    return compare(base, found[0], found[0]), sorted(others, key=lambda fit: -fit.gain)
+    usual, *others = (compare(setting, nats, found[0]) for setting, nats in zip(settings, found))
+    return usual, others
 
 
-__all__ = ["Fit", "Setting", "Streams", "fits", "read_streams"]
+def best_of(found: list[Fit]) -> Fit:
+    """The one that gains most; of those that gain as much, within a standard error, the first."""
+    most = max(found, key=lambda fit: fit.gain)
+    return next(fit for fit in found if fit.gain >= most.gain - most.error)
+
+
+__all__ = ["Fit", "Setting", "Streams", "best_of", "fits", "read_streams"]

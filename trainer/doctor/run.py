@@ -22,7 +22,7 @@ from ..run import load_rows
 from .arguments import DoctorArguments
 from .case import Case, Finding, run_check
 from .files import check_block, check_chat_template, check_config, check_record, check_weights
-from .fits import fits, read_streams
+from .fits import best_of, fits, read_streams
 from .passes import (
     Acceptance,
     check_acceptance,
@@ -101,8 +101,10 @@ def judge_fit(case: Case) -> Finding:
     texts = [(text.ids, text.prompt_length) for text in case.walks]
     configured, others = fits(case.target, case.drafter, texts, tokens)
     chance = math.log(vocabulary)
-    trained = [fit for fit in others if fit.nats < chance - 1]  # the others say nothing
-    if better := next((fit for fit in trained if fit.is_better), None):
+    if better := [
+        fit for fit in others if fit.is_better and fit.nats < chance - 1
+    ]:  # above, the drafter knows nothing
+        better = best_of(better)
         return Finding(
             better.setting.check,
             False,
@@ -115,9 +117,10 @@ def judge_fit(case: Case) -> Finding:
             f"not judged: the drafter is not trained ({configured.nats:.2f} nats a draft, chance is {chance:.2f})"
         )
     else:
+        next_best = max(others, key=lambda fit: fit.gain)
         message = (
-            f"as configured the drafter fits best of {len(others) + 1} settings, {configured.nats:.2f} nats a draft "
-            f"(the next: {others[0].setting.what}, {-others[0].gain:.2f} more)"
+            f"of {len(others) + 1} settings none fits better than the configured one, {configured.nats:.2f} nats a "
+            f"draft (the next: {next_best.setting.what}, {-next_best.gain:+.2f})"
         )
     return Finding("fit", True, message)
 
