@@ -149,22 +149,18 @@ class MarkedStreamer:
 
 def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     """(target, tokenizer, drafter or `None`) on `args.device`, in `args.dtype`, ready to generate."""
-    import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     from . import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
+    from .utils.devices import choose_device
     from .utils.folders import check_model_path
 
     for name, path in (("target", target), ("drafter", drafter)):
         if path is not None:
             check_model_path(name, path)
     logging.disable_progress_bar()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: found {device!r}, wanted one that this torch has ({error})") from None
+    device = choose_device(args.device)
     target_type = AutoConfig.from_pretrained(target, trust_remote_code=args.trust_remote_code).model_type
     if target_type == "hyperdflash":
         raise ValueError(f"target: found a drafter in {target!r}, wanted the target that it drafts for")

@@ -8,8 +8,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...conversion.checkpoint import Checkpoint
+from ...utils.fingerprints import text_fingerprint
 from .case import Case
-from .record import DRAFTING_FIELDS, template_sha256
+from .record import DRAFTING_FIELDS
 
 
 def check_config(case: Case) -> Generator[str, None, str]:
@@ -116,7 +117,7 @@ def check_chat_template(case: Case) -> Generator[str, None, str]:
             yield f"row {row}: {prompt.problem}"
             break  # the others have the same
     wanted = case.recorded("chat_template_sha256")
-    found = None if case.tokenizer is None else template_sha256(case.tokenizer)
+    found = None if case.tokenizer is None else text_fingerprint(case.tokenizer.chat_template)
     if wanted is None:
         return "rows and prompts begin alike; the template of training: not recorded"
     if found != wanted:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...configuration_hyperdflash import BlockGeometry, HyperDFlashConfig
+from ..attention import additive
 from ..blocks import block_mask, position_ids
 from ..states import TargetModules
 
@@ -184,8 +185,7 @@ def cross_entropies(
             visible[..., length:] &= slots <= slots.unsqueeze(-1)
         if setting.sees_anchor:
             visible[..., :length] |= torch.arange(length, device=ids.device) == block_anchors
-        mask = torch.zeros(visible.shape, dtype=dtype, device=ids.device)
-        masks[layer_type] = mask.masked_fill_(~visible, torch.finfo(dtype).min)
+        masks[layer_type] = additive(visible, dtype, torch.finfo(dtype).min)
 
     own = drafter.rotary_emb
     if setting.rope_parameters is not None:

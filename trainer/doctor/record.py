@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ...configuration_hyperdflash import HyperDFlashConfig
+from ...utils.fingerprints import text_fingerprint
 
 NEUTRAL_FIELDS = {  # their values change no draft
     "attention_dropout",
@@ -26,11 +26,5 @@ def drafting_record(config: HyperDFlashConfig, tokenizer: PreTrainedTokenizerBas
     """The settings under which a drafter was trained, as JSON values: of its config, and of the chat template."""
     return {
         "config": {name: getattr(config, name) for name in DRAFTING_FIELDS},
-        "chat_template_sha256": template_sha256(tokenizer),
+        "chat_template_sha256": text_fingerprint(tokenizer.chat_template),
     }
-
-
-def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """SHA-256 of the chat template; `None` without one."""
-    template = tokenizer.chat_template
-    return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()

@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from ... import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
 from ...configuration_hyperdflash import HyperDFlashConfig
 from ...generation_hyperdflash import check_drafter_fits
+from ...utils.devices import choose_device
 from ...utils.folders import check_model_path
 from ...utils.provenance import PROVENANCE_FILE
 from ..run import load_rows
@@ -161,11 +162,7 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
         if (kind == HyperDFlashConfig.model_type) != (name == "drafter"):
             wanted = "a drafter ('hyperdflash')" if name == "drafter" else "a target"
             raise ValueError(f"{name}: found model_type {kind!r} in {path!r}, wanted {wanted}")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: found {device!r}, wanted one that this torch has ({error})") from None
+    device = choose_device(args.device)
     record = read_record(args)
     rows = load_rows(args.data, args.data_split)
     tokenizer = AutoTokenizer.from_pretrained(args.target)

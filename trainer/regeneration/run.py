@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ...configuration_hyperdflash import HyperDFlashConfig
+from ...utils.devices import choose_device
 from ...utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
 from ...utils.folders import check_model_path
 from ...utils.provenance import collect_provenance, file_fingerprints
@@ -44,7 +44,7 @@ def run_regenerate(args: RegenerateArguments) -> dict[str, Any]:
     """
     check_model_path("target", args.target)
     if args.device is not None:
-        _check_device(args.device)
+        choose_device(args.device)
     rows, data = _load_rows(args)
     tokenizer = _load_tokenizer(args)
     renderer = PromptRenderer(tokenizer, args, _end_ids(args))
@@ -113,13 +113,6 @@ def _ask(
     return time.perf_counter() - start
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: found {device!r}, wanted one that this torch has ({error})") from None
-
-
 def _load_rows(args: RegenerateArguments) -> tuple[Dataset, Any]:
     """The rows with the columns of their form, their `index` and, if no two have the same, their `id`; and what the
     data is identified by."""
@@ -173,7 +166,7 @@ def _load_target(args: RegenerateArguments, end_ids: set[int]) -> TargetBackend:
         **(args.target_init_kwargs or {}),
     ).eval()
     if not hasattr(target, "hf_device_map"):
-        target.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target.to(choose_device(args.device))
     return TargetBackend(
         target,
         end_ids=end_ids,
