@@ -3,10 +3,13 @@
     python benchmarks/training_step.py --output runs/training_step.json
 
 One document with random states, one AdamW step. `sparse` is how the trainer does it: block-sparse attention, and the
-loss chunk by chunk. `dense` is the straightforward form: a dense mask, all logits at once, gradients left to autograd.
-The learning rate is 0, so that every step sees the same weights; losses and gradients of both forms must be equal.
+loss chunk by chunk. `checkpointed` is the same with the trainer's `activation_checkpointing`. `dense` is the
+straightforward form: a dense mask, all logits at once, gradients left to autograd. The learning rate is 0, so that
+every step sees the same weights; losses and gradients of all forms must be equal.
 
 * Memory: the peak resident memory of a process that does nothing else, imports included, one process for each form.
+  glibc is told to give freed tensors back at once (`MALLOC_MMAP_THRESHOLD_`); by itself it learns to keep those below
+  32 MB, and the peak is then that of its holes as well.
 * Time: median over interleaved steps. Beside them the rate of a bare matrix product of the LM head's shape, and the
   share of it that a step reaches. A step's FLOPs are those that the mathematics asks for, whatever a form does beyond:
   products with the weights, attention over visible pairs, and twice that for gradients; the LM head is frozen and gets
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -37,7 +41,8 @@ from hyperdflash.trainer.drafting import draft_hidden_states, teacher_positions
 from hyperdflash.trainer.losses import BlockSums, Objective, block_loss
 from hyperdflash.trainer.states import DocumentStates, TargetModules
 
-FORMS = ("sparse", "dense")
+FORMS = ("sparse", "checkpointed", "dense")
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # bytes; glibc only, other allocators do not look at it
 LOGIT_SPREAD = 3.0  # standard deviation of the random logits, as wide as a trained model's
 
 
@@ -95,24 +100,24 @@ class Problem:
     def step(self, form: str) -> float:
         """One step; its loss. The gradients stay."""
         config, positions = self.drafter.config, self.objective.kl_positions
-        if form == "sparse" and self.args.activation_checkpointing:
+        if form == "checkpointed":
             self.drafter.activation_checkpointing_enable()
         else:
             self.drafter.activation_checkpointing_disable()
-        config._attn_implementation = "sdpa" if form == "sparse" else self.args.dense_attention
+        config._attn_implementation = self.args.dense_attention if form == "dense" else "sdpa"
         self.optimizer.zero_grad()
-        with block_sparse_attention(config) if form == "sparse" else nullcontext():
+        with nullcontext() if form == "dense" else block_sparse_attention(config):
             hidden = draft_hidden_states(self.drafter, self.modules, self.states, self.input_ids, self.anchors)
             teacher = self.modules.teacher_states(self.states.residual, "mean")  # [b, s, d]
             taught = teacher_positions(self.anchors, config.geometry, positions).clamp(max=self.input_ids.shape[1] - 1)
             batch = (hidden, *slot_labels(self.input_ids, self.anchors, config.geometry))
             head, teacher = self.modules.logits, teacher[0, taught]  # [b, A, P, d]
-            if form == "sparse":
+            if form == "dense":
+                loss = straightforward_loss(*batch, head, self.objective, teacher)
+            else:
                 loss, _ = block_loss(
                     *batch, head, self.objective, teacher_states=teacher, chunk_size=self.args.chunk_size
                 )
-            else:
-                loss = straightforward_loss(*batch, head, self.objective, teacher)
             loss.backward()
         self.optimizer.step()
         return loss.item()
@@ -191,11 +196,11 @@ def measure_memory(arguments: list[str]) -> dict:
     peaks = {}
     for form in FORMS:
         command = [sys.executable, __file__, *arguments, "--only", form]
-        run = subprocess.run(command, check=True, capture_output=True, text=True)
+        run = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | GIVE_BACK)
         peaks[form] = json.loads(run.stdout.splitlines()[-1])
     return {
         **{f"{form}_{name}": value for form, values in peaks.items() for name, value in values.items()},
-        "dense_over_sparse": peaks["dense"]["peak_gb"] / peaks["sparse"]["peak_gb"],
+        **{f"dense_over_{form}": peaks["dense"]["peak_gb"] / peaks[form]["peak_gb"] for form in FORMS[:-1]},
     }
 
 
@@ -205,7 +210,7 @@ def measure_time(problem: Problem, repeats: int) -> dict:
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     rates = []
     for repeat in range(repeats):
-        for form in FORMS if repeat % 2 else FORMS[::-1]:
+        for form in FORMS[repeat % len(FORMS) :] + FORMS[: repeat % len(FORMS)]:
             start = time.perf_counter()
             loss = problem.step(form)
             seconds[form].append(time.perf_counter() - start)
@@ -213,17 +218,22 @@ def measure_time(problem: Problem, repeats: int) -> dict:
                 raise AssertionError(f"loss: found {loss} in {form}, wanted {losses['dense']}")
             gradients[form] = problem.gradient()
             rates.append(matmul_rate(problem.modules.lm_head, problem.anchors.shape[1]))
-    difference = ((gradients["sparse"] - gradients["dense"]).norm() / gradients["dense"].norm()).item()
-    if difference > 1e-4:
-        raise AssertionError(f"gradient: found a relative difference of {difference}, wanted at most 1e-4")
+    differences = {}
+    for form in FORMS[:-1]:
+        difference = ((gradients[form] - gradients["dense"]).norm() / gradients["dense"].norm()).item()
+        if difference > 1e-4:
+            raise AssertionError(
+                f"gradient: found a relative difference of {difference} in {form}, wanted at most 1e-4"
+            )
+        differences[f"{form}_gradient_difference"] = difference
     median = {form: statistics.median(values) for form, values in seconds.items()}
     rate, flops = statistics.median(rates), problem.flops()
     return {
         "loss": losses["dense"],
-        "gradient_difference": difference,
+        **differences,
         **{f"{form}_seconds": value for form, value in median.items()},
         "all_seconds": seconds,
-        "dense_over_sparse": median["dense"] / median["sparse"],
+        **{f"dense_over_{form}": median["dense"] / median[form] for form in FORMS[:-1]},
         "gflop_a_step": flops / 1e9,
         "matmul_gflop_a_second": rate / 1e9,
         **{f"{form}_share_of_matmul_rate": flops / value / rate for form, value in median.items()},
@@ -241,12 +251,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--block", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--chunk-size", type=int, default=256, help="as the trainer's loss_chunk_size")
-    parser.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="the sparse form recomputes the drafter's layers in the backward: the trainer's option of this name",
-    )
+    parser.add_argument("--chunk-size", type=int, default=128, help="as the trainer's loss_chunk_size")
     parser.add_argument("--dense-attention", choices=["sdpa", "eager"], default="sdpa", help="under the dense mask")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each form")
     parser.add_argument("--threads", type=int, default=None)

@@ -83,7 +83,7 @@ class HyperDFlashTrainingArguments(SFTConfig):
         },
     )
     loss_chunk_size: int = field(
-        default=256, metadata={"help": "Draft slots whose logits exist at once; the loss does not depend on it."}
+        default=128, metadata={"help": "Draft slots whose logits exist at once; the loss does not depend on it."}
     )
     reducer_learning_rate_factor: float = field(
         default=1.0, metadata={"help": "The reducer's learning rate over that of the body."}

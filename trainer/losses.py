@@ -106,7 +106,7 @@ def block_loss(
     objective: Objective,
     blocks: torch.Tensor | None = None,
     teacher_states: torch.Tensor | None = None,
-    chunk_size: int = 256,
+    chunk_size: int = 128,
 ) -> tuple[torch.Tensor, BlockSums]:
     """Runs the LM head on the draft slots that count, chunk by chunk: the loss, and the sums that it is made of.
 
