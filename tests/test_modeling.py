@@ -101,6 +101,8 @@ def test_a_drafter_has_no_embedding_and_no_lm_head():
     names = [name for name, _ in make().named_parameters()]
     assert not any("embed_tokens" in name or "lm_head" in name for name in names)
     assert all(512 not in p.shape for p in make().parameters())
+    # None, as transformers, PEFT and accelerate's FSDP2 take it from models without one; the default raises
+    assert make().get_input_embeddings() is None and make().get_output_embeddings() is None
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,14 @@ class HyperDFlashTrainingArguments(SFTConfig):
             rule = "False: one document a row, as DeepSeek-V4 compresses its context across documents that share one"
             self._require(name, not getattr(self, name), rule)
         self._require("loss_type", self.loss_type == "nll", "'nll': the drafter has its own loss")
+        rule = "none: a drafter has no embedding, it borrows the target's"
+        self._require("neftune_noise_alpha", self.neftune_noise_alpha is None, rule)
+        template = self.chat_template_path
+        self._require(
+            "chat_template_path",
+            template is None or Path(template).is_file() and template.endswith((".jinja", ".j2")),
+            "a .jinja or .j2 file: the template of a tokenizer would bring tokens that the target does not have",
+        )
         self._require("label_smoothing_factor", self.label_smoothing_factor == 0, "0: the drafter has its own loss")
 
     @property

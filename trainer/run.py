@@ -199,7 +199,7 @@ def choose_states(
     if script_args.states_cache is not None:
         template, path = tokenizer.chat_template, training_args.chat_template_path
         if path is not None:  # TRL will put it in place
-            template = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else path
+            template = Path(path).read_text(encoding="utf-8")
         rows = StateCache(
             script_args.states_cache,
             state_manifest(

@@ -147,6 +147,10 @@ class HyperDFlashModel(HyperDFlashPreTrainedModel):
         self.post_init()
         install_hooks()
 
+    def get_input_embeddings(self) -> None:
+        """`None`, as of other models that own no embedding: there is nothing to shard, to hook or to resize."""
+        return None
+
     def forward(
         self,
         noise_embeds: torch.Tensor,

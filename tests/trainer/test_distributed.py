@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 from hyperdflash.cli import main
 from hyperdflash.trainer.sampling import SeededLengthGroupedSampler, drop_repeated_rows
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
-def launch(folder, settings):
+
+def launch(folder, settings, launcher=TORCHRUN, program=("-m", "hyperdflash.cli")):
     """Runs `hyperdflash train` in two processes on the CPU, and returns what they print."""
     (folder / "recipe.yaml").write_text(json.dumps(settings))  # JSON is YAML
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", *launcher, *program, "train", "--config", str(folder / "recipe.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1"}
-    arguments = ["-m", "hyperdflash.cli", "train", "--config", str(folder / "recipe.yaml")]
-    result = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
@@ -78,6 +79,42 @@ def test_two_processes_train_as_one(single, tmp_path):
     assert json.loads(printed[printed.index("{\n") :])["eval_loss"] > 0  # behind the log, one process's JSON
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert record["batch"] == {"rows_per_step": 8, "processes": 2}
+
+
+# accelerate switches FSDP on for GPUs and their like only: it is told that the two CPU processes are GPUs
+FSDP_ON_CPU = """
+import sys
+from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
+
+def init(self, *args, original=PartialState.__init__, **kwargs):
+    fresh = not self._shared_state
+    original(self, *args, **kwargs)
+    if fresh:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+PartialState.__init__ = init
+
+from hyperdflash.cli import main
+
+code = main(sys.argv[1:])
+print("ran as", AcceleratorState().distributed_type, AcceleratorState().fsdp_plugin.fsdp_version)
+sys.exit(code)
+"""
+
+
+def test_the_fsdp2_recipe_trains_as_one_process(single, tmp_path):
+    settings = single | {"output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 4}
+    (tmp_path / "program.py").write_text(FSDP_ON_CPU)
+    recipe = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"
+    options = ["--config_file", str(recipe), "--num_processes", "2", "--main_process_port", "0"]
+    launcher = ["accelerate.commands.launch", *options]
+    assert "ran as DistributedType.FSDP 2" in launch(tmp_path, settings, launcher, [str(tmp_path / "program.py")])
+    assert_alike(tmp_path / "out", single["output_dir"], rel=1e-4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["HyperDFlashModel"]
+    assert config["auto_map"]["AutoModel"] == "modeling_hyperdflash.HyperDFlashModel"
+    assert (tmp_path / "out" / "modeling_hyperdflash.py").is_file()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 17, 23, 24])

@@ -355,6 +355,8 @@ def test_what_is_logged_reaches_every_reporter(make_trainer, documents):
         ("padding_free", True),
         ("loss_type", "dft"),
         ("label_smoothing_factor", 0.1),
+        ("neftune_noise_alpha", 5.0),
+        ("chat_template_path", "some/tokenizer"),
     ],
 )
 def test_arguments_that_make_no_objective_are_refused_by_name(field, value, tmp_path):
