@@ -149,29 +149,23 @@ class MarkedStreamer:
 
 def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     """(target, tokenizer, drafter or `None`) on `args.device`, in `args.dtype`, ready to generate."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     from . import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
     from .utils.devices import choose_device
-    from .utils.folders import check_model_path
+    from .utils.folders import check_model_kind
 
     for name, path in (("target", target), ("drafter", drafter)):
         if path is not None:
-            check_model_path(name, path)
+            check_model_kind(name, path)
     logging.disable_progress_bar()
     device = choose_device(args.device)
-    target_type = AutoConfig.from_pretrained(target, trust_remote_code=args.trust_remote_code).model_type
-    if target_type == "hyperdflash":
-        raise ValueError(f"target: found a drafter in {target!r}, wanted the target that it drafts for")
     common = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(target)
     target_model = AutoModelForCausalLM.from_pretrained(target, **common).to(device).eval()
     drafter_model = None
     if drafter is not None:
-        drafter_type = AutoConfig.from_pretrained(drafter, trust_remote_code=args.trust_remote_code).model_type
-        if drafter_type != "hyperdflash":
-            raise ValueError(f"drafter: found a model of type {drafter_type!r} in {drafter!r}, wanted 'hyperdflash'")
         drafter_model = AutoModel.from_pretrained(drafter, **common).to(device).eval()
         if args.num_draft_tokens is not None:
             most = drafter_model.config.geometry.num_draft_tokens

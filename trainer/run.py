@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -14,12 +13,10 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import ADAPTER_CONFIG_NAME
 
-from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..utils.folders import check_model_path, check_spares_target
+from ..utils.folders import check_model_kind, check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
@@ -122,8 +119,8 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     """
     check_spares_target(training_args.output_dir, script_args.target)
     check_output_kind(training_args.output_dir, script_args.use_peft and not script_args.merge_adapter)
-    for name in ("drafter", "target"):
-        _check_model_type(name, getattr(script_args, name))
+    check_model_kind("drafter", script_args.drafter)
+    check_model_kind("target", script_args.target, script_args.target_revision)
     train, held_out = load_rows(script_args.data, script_args.data_split), None
     if script_args.eval_data:
         held_out = load_rows(script_args.eval_data, script_args.data_split)
@@ -245,23 +242,6 @@ def _checkpoint_to_resume(training_args: HyperDFlashTrainingArguments, record: d
     if resume is not None:
         check_same_run(resume, record)
     return resume
-
-
-def _check_model_type(name: str, model: str) -> None:
-    """Refuses a local folder of the other kind: a target where the drafter is wanted, or the reverse."""
-    check_model_path(name, model)
-    config = Path(model) / "config.json"
-    if name == "drafter" and (Path(model) / ADAPTER_CONFIG_NAME).is_file():
-        raise ValueError(f"drafter: found an adapter in {model!r}, wanted a drafter: merge it first (merge_adapter)")
-    if not config.is_file():
-        return  # a Hub id, or left to from_pretrained
-    try:
-        model_type = json.loads(config.read_bytes()).get("model_type")
-    except (ValueError, AttributeError):
-        raise ValueError(f"{name}: {config}: found no JSON object, wanted a model's configuration") from None
-    if (model_type == HyperDFlashConfig.model_type) != (name == "drafter"):
-        wanted = "a drafter ('hyperdflash')" if name == "drafter" else "a target"
-        raise ValueError(f"{name}: found model_type {model_type!r} in {model!r}, wanted {wanted}")
 
 
 def _provenance(

@@ -28,6 +28,11 @@ RELEASED_NAMES = {
 }
 
 
+def stored_names(name: str) -> list[str]:
+    """The names under which a checkpoint may hold what transformers calls `name`."""
+    return [name, *filter(None, [RELEASED_NAMES.get(name)])]
+
+
 @dataclass
 class TargetModules:
     """The frozen modules of the target that training runs: embedding, `hc_head`, final norm and LM head."""
@@ -62,6 +67,18 @@ class TargetModules:
             getattr(copies, name).load_state_dict(state, assign=True)
             getattr(copies, name).requires_grad_(False)
         return copies
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Their parameters, under transformers' names."""
+        places = {
+            "model.embed_tokens": self.embedding,
+            "model.hc_head": self.hc_head,
+            "model.norm": self.norm,
+            "lm_head": self.lm_head,
+        }
+        return {
+            f"{place}.{name}": value for place, module in places.items() for name, value in module.named_parameters()
+        }
 
     def embed_blocks(self, anchor_tokens: torch.LongTensor, mask_token_id: int, block_size: int) -> torch.Tensor:
         """Token ids of the anchors `[b, A]` -> embeddings of `[anchor, mask, ..., mask]` blocks, `[b, A * B, d]`."""
@@ -108,7 +125,7 @@ def load_without_layers(
     """
     config = AutoConfig.from_pretrained(target, revision=revision)
     empty = _without_layers(config)
-    names = {name: [name, *filter(None, [RELEASED_NAMES.get(name)])] for name in empty.state_dict()}
+    names = {name: stored_names(name) for name in empty.state_dict()}
     checkpoint = Checkpoint(_fetch(target, revision, set().union(*names.values())), set().union(*names.values()))
     stored, entries = checkpoint.stored(), []
     for name, alternatives in names.items():

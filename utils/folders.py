@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
+
+from ..configuration_hyperdflash import HyperDFlashConfig
+
 
 def check_model_path(name: str, model: str) -> None:
     """Whether `model` is a folder, where it reads like one: `./a`, `/a/b`, `a/b/c`, or `a/b` beside a folder `a`.
@@ -24,6 +28,32 @@ def check_model_path(name: str, model: str) -> None:
     local = model.startswith((".", "/", "~")) or len(path.parts) > 2 or len(path.parts) == 2 and path.parent.is_dir()
     if local and not path.is_dir():
         raise FileNotFoundError(f"{name}: found no folder {model!r}, wanted one, or a Hub id")
+
+
+def check_model_kind(name: str, model: str, revision: str | None = None) -> None:
+    """Whether a drafter stands where `name` is "drafter", and none elsewhere: told by `config.json`, without its code.
+
+    Args:
+        name: of the option. model: folder or Hub id. revision: on the Hub.
+
+    Raises:
+        OSError: there is no such folder, or no configuration.
+        ValueError: the other kind, an adapter, or a configuration that is none.
+    """
+    check_model_path(name, model)
+    if name == "drafter" and (Path(model) / ADAPTER_CONFIG_NAME).is_file():
+        raise ValueError(f"drafter: found an adapter in {model!r}, wanted a drafter: merge it first (merge_adapter)")
+    try:
+        file = cached_file(model, CONFIG_NAME, revision=revision)
+    except OSError as error:
+        raise OSError(f"{name}: found no {CONFIG_NAME} of {model!r}, wanted one: {error}") from None
+    try:
+        model_type = json.loads(Path(file).read_bytes()).get("model_type")
+    except (ValueError, AttributeError):
+        raise ValueError(f"{name}: {file}: found no JSON object, wanted a model's configuration") from None
+    if (model_type == HyperDFlashConfig.model_type) != (name == "drafter"):
+        wanted = "a drafter ('hyperdflash')" if name == "drafter" else "the target that a drafter is for"
+        raise ValueError(f"{name}: found model_type {model_type!r} in {model!r}, wanted {wanted}")
 
 
 def check_output_folder(output: str | os.PathLike, overwrite: bool = False) -> None:
@@ -58,7 +88,7 @@ def check_spares_target(output: str | os.PathLike, target: str | os.PathLike) ->
             model_type = json.loads(config.read_bytes()).get("model_type")
         except (ValueError, AttributeError):
             model_type = None
-        if model_type != "hyperdflash":
+        if model_type != HyperDFlashConfig.model_type:
             raise FileExistsError(
                 f"output: found {str(output)!r}, which holds a model of type {model_type!r}, wanted a drafter's folder"
             )
@@ -119,4 +149,11 @@ def whole_file(output: str | os.PathLike) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-__all__ = ["check_model_path", "check_output_folder", "check_spares_target", "whole_file", "whole_folder"]
+__all__ = [
+    "check_model_kind",
+    "check_model_path",
+    "check_output_folder",
+    "check_spares_target",
+    "whole_file",
+    "whole_folder",
+]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ...conversion.checkpoint import Checkpoint
 from ...utils.fingerprints import text_fingerprint
+from ..target_modules import TargetModules, stored_names
 from .case import Case
 from .record import DRAFTING_FIELDS
 
@@ -53,36 +54,23 @@ def check_weights(case: Case) -> Generator[str, None, str]:
                 )
     if case.target_folder is None:
         return "none is fresh, none was left aside; the target's checkpoint: not at hand"
-    borrowed = _borrowed(case.target)
-    checkpoint = Checkpoint(case.target_folder, [name for namings in borrowed.values() for name in namings[1:]])
-    for tensor, *names in borrowed.values():
+    borrowed = TargetModules.of(case.target).tensors()
+    names = {name: stored_names(name) for name in borrowed}
+    if case.target.config.get_text_config().tie_word_embeddings:
+        names["lm_head.weight"] += names["model.embed_tokens.weight"]
+    checkpoint = Checkpoint(case.target_folder, set().union(*names.values()))
+    for name, tensor in borrowed.items():
         try:
-            stored = checkpoint.read(checkpoint.find([[name] for name in names])[0])
+            stored = checkpoint.read(checkpoint.find([[stored_name] for stored_name in names[name]])[0])
         except (ValueError, FileNotFoundError) as error:
             yield f"target: {error}"
             continue
         if not torch.equal(stored.to(tensor.dtype), tensor.detach().cpu()):
             yield (
-                f"target: {names[0]}: found other values than in {case.target_folder.name}, wanted the checkpoint's: "
+                f"target: {name}: found other values than in {case.target_folder.name}, wanted the checkpoint's: "
                 "it was left fresh or changed; load the target again"
             )
     return f"none is fresh, none was left aside; {len(borrowed)} borrowed tensors equal the checkpoint's"
-
-
-def _borrowed(target: PreTrainedModel) -> dict[str, tuple]:
-    """What the drafter borrows of the target: a tensor, and the names under which a checkpoint may hold it."""
-    decoder, tied = target.get_decoder(), target.config.get_text_config().tie_word_embeddings
-    embedding = ("model.embed_tokens.weight", "embed.weight")
-    head = ("lm_head.weight", "head.weight", *(embedding if tied else ()))
-    return {
-        "embedding": (target.get_input_embeddings().weight, *embedding),
-        "lm_head": (target.get_output_embeddings().weight, *head),
-        "norm": (decoder.norm.weight, "model.norm.weight", "norm.weight"),
-        **{
-            name: (parameter, f"model.hc_head.{name}", f"hc_head_{name.removeprefix('hc_')}")
-            for name, parameter in decoder.hc_head.named_parameters()
-        },
-    }
 
 
 def check_block(case: Case) -> Generator[str, None, str]:

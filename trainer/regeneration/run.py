@@ -14,10 +14,9 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ...configuration_hyperdflash import HyperDFlashConfig
 from ...utils.devices import choose_device
 from ...utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
-from ...utils.folders import check_model_path
+from ...utils.folders import check_model_kind, check_model_path
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
 from ..run import data_files, read_rows
@@ -42,7 +41,10 @@ def run_regenerate(args: RegenerateArguments) -> dict[str, Any]:
             target is loaded.
         OSError: files that cannot be read or written, or a server that is gone.
     """
-    check_model_path("target", args.target)
+    if args.server:
+        check_model_path("target", args.target)  # of which only the tokenizer is wanted
+    else:
+        check_model_kind("target", args.target, args.target_revision)
     if args.device is not None:
         choose_device(args.device)
     rows, data = _load_rows(args)
@@ -202,8 +204,6 @@ def _target_identity(args: RegenerateArguments) -> str | dict[str, str]:
     if args.server:
         return args.server_model or args.target
     config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
-    if config.model_type == HyperDFlashConfig.model_type:
-        raise ValueError(f"target: found a drafter in {args.target!r}, wanted the target that it drafts for")
     commit = getattr(config, "_commit_hash", None)
     return checkpoint_fingerprints(args.target) or commit or args.target_revision or args.target
 
