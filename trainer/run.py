@@ -208,6 +208,7 @@ def choose_states(
                 tokenizer=tokenizer,
                 chat_template=template,
                 dtype=script_args.states_dtype,
+                target_revision=script_args.target_revision,
             ),
             read_only=script_args.states_source == "cache",
             shard_bytes=script_args.states_shard_mb << 20,

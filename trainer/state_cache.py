@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
+from ..utils.fingerprints import checkpoint_fingerprints, hub_commit, text_fingerprint, tokenizer_fingerprint
 from ..utils.folders import whole_file
 from ..utils.provenance import package_versions
 
@@ -61,6 +61,7 @@ def state_manifest(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
     dtype: str,
+    target_revision: str | None = None,
 ) -> dict[str, Any]:
     """What decides the states of a run, as JSON values: two runs with the same may share a cache.
 
@@ -70,13 +71,14 @@ def state_manifest(
         drafter_config: says which states are taken.
         tokenizer, chat_template: make the token ids.
         dtype: of the states that are kept.
+        target_revision: on the Hub; what is written is the commit that it stands for.
     """
     files = checkpoint_fingerprints(target)
     text_config = target_config.get_text_config()
     return {
         "format": FORMAT,
         "target": Path(target).resolve().name if files else os.fspath(target),
-        "target_revision": getattr(target_config, "_commit_hash", None),
+        "target_revision": hub_commit(target, target_revision),
         "target_files": files,
         "target_dtype": str(target_dtype).removeprefix("torch."),
         "target_options": {name: str(value) for name, value in target_options.items() if name not in PLACEMENT},

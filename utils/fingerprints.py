@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 
@@ -36,6 +38,17 @@ def checkpoint_fingerprints(folder: str | os.PathLike) -> dict[str, str]:
     return {file.name: sampled_fingerprint(file) for file in files}
 
 
+def hub_commit(model: str | os.PathLike, revision: str | None = None) -> str | None:
+    """The commit of a Hub id's `revision`, as its configuration lies in the cache; `None` for a folder.
+
+    Raises:
+        OSError: the Hub, and the cache, have no such model.
+    """
+    if Path(model).is_dir():
+        return None
+    return extract_commit_hash(cached_file(model, CONFIG_NAME, revision=revision), None)
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of all that makes token ids of text: of a fast tokenizer its whole pipeline, else the vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -50,4 +63,4 @@ def text_fingerprint(text: str | None) -> str | None:
     return None if text is None else hashlib.sha256(str(text).encode()).hexdigest()
 
 
-__all__ = ["checkpoint_fingerprints", "sampled_fingerprint", "text_fingerprint", "tokenizer_fingerprint"]
+__all__ = ["checkpoint_fingerprints", "hub_commit", "sampled_fingerprint", "text_fingerprint", "tokenizer_fingerprint"]

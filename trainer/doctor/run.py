@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import yaml
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils import CONFIG_NAME, cached_file
 
 from ... import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
 from ...configuration_hyperdflash import HyperDFlashConfig
 from ...generation_hyperdflash import check_drafter_fits
 from ...utils.devices import choose_device
-from ...utils.folders import check_model_path
+from ...utils.folders import check_model_kind
 from ...utils.provenance import PROVENANCE_FILE
 from ..run import load_rows
 from .arguments import DoctorArguments
@@ -155,13 +155,7 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
         ValueError, OSError: rows, records or models that cannot be read, before the models' weights are.
     """
     for name in ("target", "drafter"):
-        path = getattr(args, name)
-        check_model_path(name, path)
-        options = {"trust_remote_code": args.trust_remote_code and name == "drafter"}
-        kind = AutoConfig.from_pretrained(path, **options).model_type
-        if (kind == HyperDFlashConfig.model_type) != (name == "drafter"):
-            wanted = "a drafter ('hyperdflash')" if name == "drafter" else "a target"
-            raise ValueError(f"{name}: found model_type {kind!r} in {path!r}, wanted {wanted}")
+        check_model_kind(name, getattr(args, name))
     device = choose_device(args.device)
     record = read_record(args)
     rows = load_rows(args.data, args.data_split)
@@ -187,7 +181,7 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
         tokenizer=tokenizer,
         record=record,
         config_file=HyperDFlashConfig.get_config_dict(args.drafter)[0],
-        target_folder=Path(args.target) if Path(args.target).is_dir() else None,
+        target_folder=Path(cached_file(args.target, CONFIG_NAME)).parent,  # of a Hub id the snapshot in the cache
         loading={"target": target_loading, "drafter": drafter_loading},
         num_draft_tokens=args.num_draft_tokens,
     )

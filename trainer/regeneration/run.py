@@ -12,10 +12,10 @@ from typing import Any
 
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ...utils.devices import choose_device
-from ...utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
+from ...utils.fingerprints import checkpoint_fingerprints, hub_commit, text_fingerprint, tokenizer_fingerprint
 from ...utils.folders import check_model_kind, check_model_path
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
@@ -203,9 +203,7 @@ def _target_identity(args: RegenerateArguments) -> str | dict[str, str]:
     the commit of a Hub id; on a server, its name there."""
     if args.server:
         return args.server_model or args.target
-    config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
-    commit = getattr(config, "_commit_hash", None)
-    return checkpoint_fingerprints(args.target) or commit or args.target_revision or args.target
+    return checkpoint_fingerprints(args.target) or hub_commit(args.target, args.target_revision) or args.target
 
 
 def _digest(parts: Iterable[bytes]) -> str:
