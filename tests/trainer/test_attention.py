@@ -60,6 +60,16 @@ def test_outputs_and_gradients_equal_softmax_under_the_dense_mask(geometry, wind
         torch.testing.assert_close(gradient, wanted_gradient)
 
 
+def test_weights_are_dropped_in_the_mean_as_often_as_asked():
+    queries = ANCHORS.shape[1] * 7
+    inputs = [states(2, n, i).detach() for i, n in enumerate((queries, LENGTH + queries, LENGTH + queries))]
+    inputs[2] = torch.ones_like(inputs[2])  # values of 1: the output is the sum of the weights that are left
+    mask = BlockSparseMask.of(ANCHORS, LENGTH, GEOMETRIES[0], None, torch.float64)
+    torch.manual_seed(0)
+    sums, _ = block_sparse_attention_forward(None, *inputs, mask, scaling=0.3, dropout=0.5)
+    assert sums.std() > 0.1 and abs(sums.mean() - 1) < 0.05
+
+
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_piece_holds_the_context_that_its_blocks_see_and_no_other(window, blocks_per_piece):
     geometry, size = GEOMETRIES[0], attention.BLOCKS_PER_PIECE
