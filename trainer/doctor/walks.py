@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...generation_hyperdflash import GenerationStatistics
+from ..attention import block_sparse_attention
 from ..blocks import slot_labels
 from ..drafting import draft_hidden_states
 from ..states import LiveTargetStates
@@ -163,7 +164,7 @@ def walk(target: PreTrainedModel, drafter: PreTrainedModel, prompt: list[int], m
     anchors = torch.tensor([[each.anchor for each in rounds]], device=ids.device)
     source = LiveTargetStates(target, drafter.config)
     states = source(ids, torch.ones_like(ids))
-    with drafter_calls(drafter) as calls:
+    with block_sparse_attention(drafter.config), drafter_calls(drafter) as calls:
         hidden_states = draft_hidden_states(drafter, source.modules, states, ids, anchors)
     labels, counts = slot_labels(labels, anchors, drafter.config.geometry)
     return Walk(
