@@ -25,24 +25,31 @@ VARIANTS = {
 }
 
 
-def training_drafts(drafter, target, text, anchors):
+@pytest.fixture(scope="module")
+def decoded(make_target):
+    """A target, a prompt, and both with the target's greedy answer."""
+    target = make_target(seed=3)
+    prompt = torch.randint(3, 60, (1, PROMPT), generator=torch.Generator().manual_seed(5))
+    return target, prompt, target.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def training_drafts(drafter, states, found, text, anchors):
     """`[A, D]` drafts, `[A, D]` whether all drafts up to a slot equal the text, and the hidden states, in one pass."""
-    states = LiveTargetStates(target, drafter.config)
     with block_sparse_attention(drafter.config):
-        hidden = draft_hidden_states(drafter, states.modules, states(text, torch.ones_like(text)), text, anchors)
+        hidden = draft_hidden_states(drafter, states.modules, found, text, anchors)
     labels, counts = slot_labels(text, anchors, drafter.config.geometry)
     drafts = states.modules.logits(hidden).argmax(dim=-1)  # [1, A, D]
     accepted = ((drafts == labels) & counts).cumprod(dim=-1)
-    return drafts[0], accepted[0], (hidden, labels, counts, states)
+    return drafts[0], accepted[0], (hidden, labels, counts)
 
 
-def fit(drafter, target, text, steps):
+def fit(drafter, states, found, text, steps):
     """Some steps of training on `text`, so that drafts are accepted and rounds are of different lengths."""
     anchors = torch.arange(1, text.shape[1] - 1).unsqueeze(0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     objective = Objective(4.0, 0.0, 1, 1.0)
     for _ in range(steps):
-        hidden, labels, counts, states = training_drafts(drafter, target, text, anchors)[2]
+        hidden, labels, counts = training_drafts(drafter, states, found, text, anchors)[2]
         block_loss(hidden, labels, counts, states.modules.logits, objective)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,20 +57,18 @@ def fit(drafter, target, text, steps):
 
 @pytest.mark.parametrize("steps", [0, 25], ids=["untrained", "trained"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_drafts_and_acceptance_in_training_equal_those_of_generate(
-    variant, steps, make_target, make_drafter, monkeypatch
-):
+def test_drafts_and_acceptance_in_training_equal_those_of_generate(variant, steps, decoded, make_drafter, monkeypatch):
     install_hooks()
-    target = make_target(seed=3)
+    target, prompt, text = decoded
     drafter = make_drafter(target, **VARIANTS[variant])
-    prompt = torch.randint(3, 60, (1, PROMPT), generator=torch.Generator().manual_seed(5))
-    text = target.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    states = LiveTargetStates(target, drafter.config)
+    found = states(text, torch.ones_like(text))
     if steps:
-        fit(drafter, target, text, steps)
+        fit(drafter, states, found, text, steps)
 
     anchors = torch.arange(1, text.shape[1] - 1).unsqueeze(0)  # every position that may be one
     with torch.no_grad():
-        drafts, accepted, _ = training_drafts(drafter, target, text, anchors)
+        drafts, accepted, _ = training_drafts(drafter, states, found, text, anchors)
 
     rounds = []
     get_candidates = HyperDFlashCandidateGenerator.get_candidates
