@@ -346,6 +346,16 @@ def run_regenerate(argv: list[str]) -> int:
     return 0
 
 
+def run_eval(argv: list[str]) -> int:
+    from .evaluation import EvalArguments, run_eval
+
+    (args,) = parse("eval", argv, EvalArguments)
+    report = run_eval(args)
+    markdown = report.pop("markdown")
+    print(json.dumps(report, indent=2, ensure_ascii=False) if args.json else markdown)
+    return 0
+
+
 def run_doctor(argv: list[str]) -> int:
     from .trainer import DoctorArguments, run_doctor
 
@@ -380,6 +390,7 @@ def print_diagnosis(report: dict[str, Any]) -> None:
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (run_doctor, "Say whether a drafter decodes as it was trained, and what is wrong if not."),
     "demo": (run_demo, "Run the embedded pair on built-in prompts and compare with target-only decoding."),
+    "eval": (run_eval, "Compare systems on benchmark tasks: the paper's tables and figures."),
     "generate": (run_generate, "Answer one prompt with any target and any drafter."),
     "init": (run_init, "Start a drafter from a target's own hc_head gates."),
     "regenerate": (run_regenerate, "Let a target answer prompts: the text that its drafter is trained on."),

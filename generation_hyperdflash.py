@@ -405,7 +405,8 @@ class GenerationStatistics:
     How the ends are counted: a draft is accepted if it was emitted. Where an end-of-sequence token, a stopping
     criterion or the length budget cuts a round short behind an accepted draft, the round has no bonus token, and the
     drafts behind the cut were neither emitted nor refused: they count as not drafted. A target step without a draft
-    (one token of budget left) is a plain step, no round. So always
+    (one token of budget left) is a plain step, no round; but a round in which a prompt lookup finds nothing to propose
+    is a round, with no draft accepted. So always
 
         new_tokens = 1 + accepted + bonus_tokens + plain_steps        (0 if nothing was generated)
         drafted = sum(drafted_per_slot), accepted = sum(accepted_per_slot) = sum(accepted_per_round)
@@ -452,10 +453,13 @@ class GenerationStatistics:
         """Count the first target forward, which emitted `emitted` tokens of its own."""
         self.new_tokens += emitted
 
-    def record_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one target forward that verified `drafted` tokens and emitted `accepted` of them, `emitted` in all."""
+    def record_round(self, drafted: int, accepted: int, emitted: int, sought: bool = False) -> None:
+        """Count one target forward that verified `drafted` tokens and emitted `accepted` of them, `emitted` in all.
+
+        `sought`: drafts were asked for, so that none is a round in which nothing was found.
+        """
         self.new_tokens += emitted
-        if drafted == 0:
+        if drafted == 0 and not sought:
             self.plain_steps += 1
             return
         if emitted == accepted:  # cut behind an accepted draft: what follows was neither emitted nor refused
@@ -929,7 +933,9 @@ class VerifiedCandidates(CandidateGenerator):
         """See `CandidateGenerator.get_candidates`; also sets what the next target forward is to be given."""
         self.generation_config.max_length = self.max_length
         candidate_ids, candidate_logits = input_ids, None
+        self.sought = False
         if self.may_draft and not is_first_iteration:  # the prompt is read by the target alone
+            self.sought = self.max_length - input_ids.shape[1] > 1
             self.draft_watch.start()
             candidate_ids, candidate_logits = self.proposer.get_candidates(input_ids, model_kwargs=model_kwargs)
             self.draft_watch.stop()
@@ -970,7 +976,7 @@ class VerifiedCandidates(CandidateGenerator):
         if self.tap.forwards == 1:
             self.statistics.record_prefill(emitted)
         else:
-            self.statistics.record_round(drafted, emitted if cut else num_matches, emitted)
+            self.statistics.record_round(drafted, emitted if cut else num_matches, emitted, self.sought)
         if self.tap.config is not None:
             self.proposer.add_context(self.tap.context_states(self.tap.chunk_length - drafted + num_matches))
         # One element for each emitted token, the first with the whole prompt, as in a plain `generate`
@@ -1223,8 +1229,8 @@ def _rewinding_decoding(
             model_kwargs=kwargs,
         )
     statistics = GenerationStatistics(num_draft_tokens=num_drafts)
-    if drafter is not None:
-        drafter.last_generation = statistics
+    # Prompt lookup has no drafter to keep the record: a caller finds it on the cache that it passed
+    (cache if drafter is None else drafter).last_generation = statistics
 
     tap = TargetTap(target, cache, None if drafter is None else drafter.config, by_index)
     candidates = VerifiedCandidates(
