@@ -52,7 +52,7 @@ def invented(monkeypatch):
 
     def decode(system, target, input_ids, seed, **kwargs):
         ids = Invented.write(system, seed)
-        if kwargs["max_new_tokens"] != 32:  # else the warm-up
+        if seed != 0:  # else the warm-up
             Invented.asked.append((system.label, input_ids[0].tolist(), seed, kwargs))
         drafts = system.num_draft_tokens
         return Decoded(ids, 0.5, 0.5, GenerationStatistics(drafts, plain_steps=len(ids) - 1, verify_seconds=0.4))
@@ -109,10 +109,8 @@ def test_a_second_turn_follows_the_systems_own_first_answer(
     run_eval(make_arguments(tmp_path / "run", tasks=["mt-bench"], temperatures=[1.0], modes=["think-high"]))
     first, second = rows["mt-bench"][0]["turns"]
     for label, asked, _, _ in invented.asked[len(labels) :]:
-        wanted = f"<｜User｜>{first}<｜Assistant｜></think>{own[label]}<｜end▁of▁sentence｜><｜User｜>{second}"
-        found = tokenizer.decode(asked)
-        ending = tokenizer.decode([1])
-        assert wanted.replace("<｜end▁of▁sentence｜>", ending) + "<｜Assistant｜><think>" in found
+        conversation = f"<｜User｜>{first}<｜Assistant｜></think>{own[label]}{tokenizer.eos_token}<｜User｜>{second}"
+        assert tokenizer.decode(asked) == f"{tokenizer.bos_token}{conversation}<｜Assistant｜><think>"
 
 
 def test_all_systems_get_the_same_prompts_seeds_and_settings_in_rotating_order(
