@@ -47,8 +47,8 @@ def options(data):
         "systems": SYSTEMS,
         "data": str(data),
         "temperatures": [0.0, 1.0],
-        "max_new_tokens": 12,
-        "bootstrap": 500,
+        "max_new_tokens": 8,
+        "bootstrap": 200,
         "threads": 1,
     }
 

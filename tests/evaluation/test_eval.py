@@ -74,7 +74,7 @@ def test_there_is_a_record_of_every_text(records, rows, labels):
     assert len(records) == len(wanted)
     for record in records:
         statistics = record["statistics"]
-        assert record["tokens"] == len(record["ids"]) == statistics["new_tokens"] <= 12
+        assert record["tokens"] == len(record["ids"]) == statistics["new_tokens"] <= 8
         emitted = 1 + statistics["accepted"] + statistics["bonus_tokens"] + statistics["plain_steps"]
         assert emitted == record["tokens"]
         assert record["finish_reason"] == ("stop" if record["ids"][-1] == 1 else "length")
@@ -91,7 +91,7 @@ def test_greedy_texts_are_the_targets_own(records, embedded, rows, labels):
         for turn, question in enumerate(row["turns"]):
             messages.append({"role": "user", "content": question})
             inputs = tokenizer.apply_chat_template(messages, **form)
-            output = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+            output = target.generate(**inputs, do_sample=False, max_new_tokens=8)
             wanted = output[0, inputs["input_ids"].shape[1] :].tolist()
             found = [r for r in records if (r["id"], r["turn"], r["temperature"]) == (row["id"], turn, 0)]
             assert [record["ids"] for record in found] == [wanted] * len(labels)
@@ -155,23 +155,28 @@ def test_where_greedy_texts_part_the_margin_of_the_logits_is_recorded(make_argum
     }
 
 
-@pytest.mark.parametrize("after", [5, 9])
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(make_arguments, tmp_path, monkeypatch, records, after, labels):
+def stop_after(monkeypatch, texts):
+    """Interrupts the decoding after so many texts, the warm-up not counted."""
     decode, calls = System.decode, itertools.count()
 
-    def stop(*args, **kwargs):
-        if next(calls) == after + 2 * len(labels):  # the warm-up decodes with every system at both temperatures
+    def stop(system, target, input_ids, seed, **kwargs):
+        if seed != 0 and next(calls) == texts:
             raise KeyboardInterrupt
-        return decode(*args, **kwargs)
+        return decode(system, target, input_ids, seed, **kwargs)
 
-    arguments = make_arguments(tmp_path / "run")
     monkeypatch.setattr(System, "decode", stop)
+    return lambda: monkeypatch.setattr(System, "decode", decode)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(make_arguments, tmp_path, monkeypatch, records):
+    arguments = make_arguments(tmp_path / "run")
+    let_go = stop_after(monkeypatch, 9)
     with pytest.raises(KeyboardInterrupt):
         run_eval(arguments)
-    monkeypatch.setattr(System, "decode", decode)
+    let_go()
     path = tmp_path / "run" / "records.jsonl"
     before = path.read_text()
-    assert 0 < len(before.splitlines()) <= after
+    assert 0 < len(before.splitlines()) <= 9
     with path.open("a") as file:
         file.write(before.splitlines()[0][:50])  # and a line that was cut in half
     run_eval(arguments)
@@ -180,20 +185,35 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(make_arguments, tmp_path
     assert len(json.loads((tmp_path / "run" / "settings.json").read_text())["runs"]) == 2
 
 
-def test_shards_together_are_the_whole(make_arguments, tmp_path, records):
+@pytest.mark.parametrize("after", [0, 1, 3, 6, 17, 31])
+def test_it_may_be_stopped_anywhere(make_arguments, tmp_path, monkeypatch, invented, after):
+    invented.write = lambda system, seed: [300 + seed % 100, len(system.label), 1]  # sampled, so to speak
+    run_eval(make_arguments(tmp_path / "whole"))
+    let_go = stop_after(monkeypatch, after)
+    with pytest.raises(KeyboardInterrupt):
+        run_eval(make_arguments(tmp_path / "run"))
+    let_go()
+    run_eval(make_arguments(tmp_path / "run"))
+    assert texts(read(tmp_path / "run")) == texts(read(tmp_path / "whole"))
+
+
+def test_shards_together_are_the_whole(make_arguments, tmp_path, invented):
+    invented.write = lambda system, seed: [300 + seed % 100, len(system.label), 1]
+    run_eval(make_arguments(tmp_path / "whole"))
     for shard in ("0/2", "1/2"):
         report = run_eval(make_arguments(tmp_path / "run", shard=shard))
     names = sorted(path.name for path in (tmp_path / "run").glob("records*"))
     assert names == ["records-0-of-2.jsonl", "records-1-of-2.jsonl"]
-    found = [record for name in names for record in read(tmp_path / "run", name)]
-    assert texts(found) == texts(records)
-    assert report["shards"] == ["0/2", "1/2"] and report["texts"] == len(records) and report["left_out"] == 0
+    shards = [read(tmp_path / "run", name) for name in names]
+    assert {record["id"] for record in shards[0]} == {"g0", "m0"}
+    assert texts(shards[0] + shards[1]) == texts(read(tmp_path / "whole"))
+    assert report["shards"] == ["0/2", "1/2"] and report["texts"] == 32 and report["left_out"] == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 13}, "max_new_tokens: found 13, wanted 12 as in settings.json"),
+        ({"max_new_tokens": 13}, "max_new_tokens: found 13, wanted 8 as in settings.json"),
         ({"temperatures": [0.0]}, r"temperatures: found \[0.0\], wanted \[0.0, 1.0\]"),
         ({"systems": ["target"]}, "systems: found "),
         ({"per_task": 1}, "per_task: found 1, wanted None"),
