@@ -91,7 +91,8 @@ def read_records(folders: Iterable[str]) -> tuple[list[dict[str, Any]], list[dic
     records: dict[tuple, dict[str, Any]] = {}
     heads: list[dict[str, Any]] = []
     for folder in folders:
-        paths = sorted(Path(folder).glob("records*.jsonl"))
+        # A shard that has just begun has an empty file and no settings yet
+        paths = [path for path in sorted(Path(folder).glob("records*.jsonl")) if path.stat().st_size]
         if not paths:
             raise FileNotFoundError(f"records: found no records.jsonl in {folder!r}, wanted the output of a run")
         for path in paths:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..utils.folders import whole_file
 from .arguments import MODES
 from .figures import draw_figures
 from .metrics.accepted_length import accepted_length
@@ -205,15 +205,11 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     report["figures"] = draw_figures(report["tables"], folder)
     text = to_markdown(report)
-    _replace(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    _replace(folder / "report.md", text)
+    document = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    for name, content in {"report.json": document, "report.md": text}.items():
+        with whole_file(folder / name) as path:
+            path.write_text(content, encoding="utf-8")
     return report | {"markdown": text}
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,8 +277,8 @@ def _row(cells: list[str]) -> str:
 
 def _main_table(by_temperature: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """The paper's Tables 2 and 3: groups of tasks, tasks, and for each temperature speed-up and tau by system."""
-    first = next(iter(next(iter(by_temperature.values())).values()))
-    tasks = list(first)
+    present = {task for table in by_temperature.values() for task in table[TARGET]}
+    tasks = [*order_tasks(present - {AVERAGE}), AVERAGE]
     groups = [TASKS[task].group if task in TASKS else "Avg." if task == AVERAGE else "Other" for task in tasks]
     shown = [group if group not in groups[:place] else "" for place, group in enumerate(groups)]
     titles = ["Average" if task == AVERAGE else title_of(task) for task in tasks]
@@ -296,14 +292,15 @@ def _main_table(by_temperature: dict[str, dict[str, dict[str, Any]]]) -> list[st
         for system, cells in table.items():
             row = [system]
             for task in tasks:
-                cell = cells[task]
-                row.append(_number(cell["speedup"], cell["speedup_interval"], "×"))
-                row.append(_number(cell["accepted_length"], cell["accepted_length_interval"]))
+                row += [_number(cells.get(task), "speedup", "×"), _number(cells.get(task), "accepted_length")]
             lines.append(_row(row))
     return lines
 
 
-def _number(value: float, interval: list[float] | None, unit: str = "") -> str:
+def _number(cell: dict[str, Any] | None, name: str, unit: str = "") -> str:
+    if cell is None:  # no prompt of the task has been answered by all at this temperature
+        return ""
+    value, interval = cell[name], cell[f"{name}_interval"]
     if interval is None or interval[0] == interval[1]:
         return f"{value:.2f}{unit}"
     return f"{value:.2f}{unit} [{interval[0]:.2f}, {interval[1]:.2f}]"

@@ -20,7 +20,7 @@ from ..trainer.regeneration.arguments import RegenerateArguments
 from ..trainer.regeneration.prompts import PromptRenderer
 from ..utils.devices import choose_device
 from ..utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
-from ..utils.folders import check_model_path
+from ..utils.folders import check_model_kind
 from ..utils.provenance import collect_provenance
 from .arguments import MODES, EvalArguments
 from .records import RecordFile, read_records
@@ -46,14 +46,12 @@ def run_eval(args: EvalArguments) -> dict[str, Any]:
         records, heads = read_records(args.records or [args.output])
         return write_report(Path(args.output), records, heads, args.bootstrap, args.seed)
 
-    check_model_path("target", args.target)
+    check_model_kind("target", args.target)
     device = choose_device(args.device)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target_type = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code).model_type
-    if target_type == "hyperdflash":
-        raise ValueError(f"target: found a drafter in {args.target!r}, wanted the target that it drafts for")
     systems = read_systems(args.systems, args.target, args.trust_remote_code)
+    target_type = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code).model_type
     if target_type != "deepseek_v4" and any(system.name == PROMPT_LOOKUP for system in systems):
         raise ValueError(f"systems: found {PROMPT_LOOKUP} for a target of type {target_type!r}, wanted 'deepseek_v4'")
     prompts = load_prompts(args.tasks, args.data, args.per_task)

@@ -2,14 +2,16 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hyperdflash import GenerationStatistics
-from hyperdflash.cli import EMBEDDED_DRAFTER, EMBEDDED_TARGET, main
-from hyperdflash.evaluation import run_eval
+from hyperdflash.cli import EMBEDDED_DRAFTER, EMBEDDED_TARGET, main, parse
+from hyperdflash.evaluation import EvalArguments, run_eval
+from hyperdflash.evaluation.arguments import MODES
 from hyperdflash.evaluation.records import KEY
 from hyperdflash.evaluation.systems import Decoded, System, read_systems
 
@@ -200,6 +202,8 @@ def test_it_may_be_stopped_anywhere(make_arguments, tmp_path, monkeypatch, inven
 def test_shards_together_are_the_whole(make_arguments, tmp_path, invented):
     invented.write = lambda system, seed: [300 + seed % 100, len(system.label), 1]
     run_eval(make_arguments(tmp_path / "whole"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "records-1-of-2.jsonl").touch()  # the other shard is loading its models
     for shard in ("0/2", "1/2"):
         report = run_eval(make_arguments(tmp_path / "run", shard=shard))
     names = sorted(path.name for path in (tmp_path / "run").glob("records*"))
@@ -242,6 +246,13 @@ def test_systems_say_how_many_tokens_they_draft(options, labels):
     assert read_systems(["prompt-lookup", "target"], str(EMBEDDED_TARGET))[0].label == "prompt-lookup (6)"
 
 
+def test_the_recipe_is_read():
+    argv = ["--config", str(Path(__file__).parents[2] / "recipes" / "tiny" / "eval.yaml"), "--output", "unused"]
+    (arguments,) = parse("eval", [*argv, "--per_task", "1"], EvalArguments)
+    assert [system.split(":")[0] for system in arguments.systems] == ["target", "prompt-lookup", "HyperDFlash"]
+    assert (arguments.per_task, arguments.temperatures, arguments.modes) == (1, [0.0, 1.0], list(MODES))
+
+
 COMMAND = ["--output", "{output}", "--target", str(EMBEDDED_TARGET), "--data", "{data}"]
 
 
@@ -271,7 +282,7 @@ COMMAND = ["--output", "{output}", "--target", str(EMBEDDED_TARGET), "--data", "
         (["--output", "{output}", "--report_only", "true"], "records: found no records.jsonl"),
         (
             ["--output", "{output}", "--target", str(EMBEDDED_DRAFTER), "--data", "{data}", "--systems", "target"],
-            "target: found a drafter",
+            "target: found model_type 'hyperdflash'",
         ),
     ],
 )
