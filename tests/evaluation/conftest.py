@@ -68,3 +68,9 @@ def evaluation(make_arguments, tmp_path_factory):
 @pytest.fixture(scope="session")
 def records(evaluation):
     return [json.loads(line) for line in (evaluation[0] / "records.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def without_figures(monkeypatch):
+    """Figures take seconds: only the small evaluation itself draws them, before this."""
+    monkeypatch.setattr("hyperdflash.evaluation.report.draw_figures", lambda tables, folder: [])

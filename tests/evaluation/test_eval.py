@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -233,8 +234,9 @@ def test_other_settings_do_not_go_on_with_a_run(evaluation, make_arguments, chan
     assert (folder / "records.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_decodes_nothing_again(evaluation, make_arguments, monkeypatch):
+def test_a_finished_run_decodes_nothing_again(evaluation, make_arguments, monkeypatch, tmp_path):
     folder, report = evaluation
+    folder = shutil.copytree(folder, tmp_path / "run")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     assert run_eval(make_arguments(folder))["tables"] == report["tables"]
 
