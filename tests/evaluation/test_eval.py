@@ -188,7 +188,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(make_arguments, tmp_path
     assert len(json.loads((tmp_path / "run" / "settings.json").read_text())["runs"]) == 2
 
 
-@pytest.mark.parametrize("after", [0, 1, 3, 6, 17, 31])
+@pytest.mark.parametrize("after", [0, 3, 17])
 def test_it_may_be_stopped_anywhere(make_arguments, tmp_path, monkeypatch, invented, after):
     invented.write = lambda system, seed: [300 + seed % 100, len(system.label), 1]  # sampled, so to speak
     run_eval(make_arguments(tmp_path / "whole"))
