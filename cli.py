@@ -324,7 +324,10 @@ def run_generate(argv: list[str]) -> int:
 def run_init(argv: list[str]) -> int:
     from .conversion import InitArguments, run_init
 
-    print(json.dumps(run_init(*parse("init", argv, InitArguments)), indent=2))
+    (args,) = parse("init", argv, InitArguments)
+    if args.method == "mtp":
+        from .baselines import run_init_mtp as run_init
+    print(json.dumps(run_init(args), indent=2))
     return 0
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+METHODS = ("hyperdflash", "mtp")
+MTP_STARTS = ("auto", "released", "target", "fresh")
+
 
 @dataclass
 class InitArguments:
@@ -16,6 +19,14 @@ class InitArguments:
         },
     )
     output: str = field(metadata={"help": "Folder to write the drafter to. It is written whole or not at all."})
+    method: str = field(
+        default="hyperdflash",
+        metadata={
+            "help": "What to make: hyperdflash, a block drafter, or mtp, DeepSeek-V4's native MTP module, which takes "
+            "of the options below only `mtp_...`.",
+            "choices": list(METHODS),
+        },
+    )
     overwrite: bool = field(
         default=False, metadata={"help": "Replace the drafter that stands at `output`, once the new one is complete."}
     )
@@ -109,6 +120,19 @@ class InitArguments:
             "reducer as the target's own hc_head, to the bit.",
             "choices": ["value", "pre_gate", "none"],
         },
+    )
+
+    mtp_start: str = field(
+        default="auto",
+        metadata={
+            "help": "Weights of an MTP module: released, the target's own `mtp.0.*`; target, its last layer, hc_head "
+            "and norm; fresh; or auto: released where the target has them, else target.",
+            "choices": list(MTP_STARTS),
+        },
+    )
+    mtp_depths: int = field(
+        default=6,
+        metadata={"help": "Tokens that an MTP module drafts a round, and steps of its recursion in training."},
     )
 
     target_name_or_path: str | None = field(

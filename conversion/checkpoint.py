@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -88,17 +88,20 @@ class Checkpoint:
         """Those of `names` that the checkpoint has. Raises as [`find`] does for malformed files."""
         return frozenset().union(*self._listings())
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
+    def read(self, entry: TensorEntry, dtypes: Mapping[str, torch.dtype] = DTYPES) -> torch.Tensor:
         """The tensor, in the file's dtype.
 
+        Args:
+            dtypes: those that the caller can take, by safetensors' names: by default floating point of 2 or 4 bytes.
+
         Raises:
-            ValueError: the dtype is not a floating-point one of 2 or 4 bytes, or the file ends too early.
+            ValueError: the dtype is none of `dtypes`, or the file ends too early.
         """
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in dtypes:
             raise ValueError(
-                f"{entry.file}: tensor {entry.name!r}: dtype: found {entry.dtype}, wanted one of {', '.join(DTYPES)}"
+                f"{entry.file}: tensor {entry.name!r}: dtype: found {entry.dtype}, wanted one of {', '.join(dtypes)}"
             )
-        dtype = DTYPES[entry.dtype]
+        dtype = dtypes[entry.dtype]
         size, wanted = entry.end - entry.start, prod(entry.shape) * dtype.itemsize
         if size != wanted:
             raise ValueError(

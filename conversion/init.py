@@ -59,7 +59,7 @@ def _init(args: InitArguments, command: Sequence[str] | None) -> tuple[HyperDFla
     if args.dtype not in DTYPES:
         raise ValueError(f"dtype: found {args.dtype!r}, wanted one of {', '.join(DTYPES)}")
     target = load_target_config(args.target)
-    _check_output(args)
+    check_output(args)
     config = drafter_config(args, target)
     gates = None
     if config.reducer == "hc_gate":
@@ -105,7 +105,7 @@ def fresh_drafter(config: HyperDFlashConfig, gates: Gates | None, dtype: torch.d
     return drafter
 
 
-def _check_output(args: InitArguments) -> None:
+def check_output(args: InitArguments) -> None:
     """Refuses, before any work, what must not be written over: only drafters are replaced, never a target."""
     check_output_folder(args.output, args.overwrite)
     check_spares_target(args.output, args.target)
@@ -114,4 +114,4 @@ def _check_output(args: InitArguments) -> None:
         raise FileExistsError(f"output: found {args.output!r}, which holds no drafter, wanted one to overwrite")
 
 
-__all__ = ["init_drafter", "run_init"]
+__all__ = ["DTYPES", "check_output", "init_drafter", "run_init"]

@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.trainer_utils import HubStrategy
 
+from ..configuration_hyperdflash import MTP_MODEL_TYPE
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.folders import check_model_kind, check_spares_target
@@ -132,9 +139,10 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         script_args.tokenizer or script_args.target,
         revision=None if script_args.tokenizer else script_args.target_revision,
     )
-    drafter = HyperDFlashModel.from_pretrained(script_args.drafter, dtype=torch.float32)
+    model_class, trainer_class = drafter_classes(script_args.drafter)
+    drafter = model_class.from_pretrained(script_args.drafter, dtype=torch.float32)
     states = choose_states(script_args, training_args, drafter, tokenizer)
-    trainer = HyperDFlashTrainer(
+    trainer = trainer_class(
         model=drafter,
         target=states,
         args=training_args,
@@ -148,7 +156,8 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
             states.check_complete(rows.with_format("numpy")["input_ids"])
     check_mergeable(script_args, trainer)
     record = _provenance(script_args, training_args, train, held_out, states)
-    record["drafting"] = drafting_record(drafter.config, tokenizer)
+    if model_class is HyperDFlashModel:  # for `doctor`
+        record["drafting"] = drafting_record(drafter.config, tokenizer)
     resume = _checkpoint_to_resume(training_args, record)
     trainer.provenance = record | ({"resumed_from": Path(resume).name} if resume else {})
     if trainer.is_world_process_zero():
@@ -168,10 +177,20 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     return metrics
 
 
+def drafter_classes(drafter: str) -> tuple[type[PreTrainedModel], type[HyperDFlashTrainer]]:
+    """The model and the trainer of what lies in the folder, or at the Hub id, `drafter`."""
+    fields, _ = PreTrainedConfig.get_config_dict(drafter)
+    if fields.get("model_type") == MTP_MODEL_TYPE:
+        from ..baselines import MtpModel, MtpTrainer
+
+        return MtpModel, MtpTrainer
+    return HyperDFlashModel, HyperDFlashTrainer
+
+
 def choose_states(
     script_args: TrainArguments,
     training_args: HyperDFlashTrainingArguments,
-    drafter: HyperDFlashModel,
+    drafter: HyperDFlashModel | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TargetStates:
     """The source of states that the arguments ask for. Only `states_source="live"` loads the target here.

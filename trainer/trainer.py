@@ -32,7 +32,7 @@ from .blocks import draw_anchors, eligible_anchors, slot_labels
 from .drafting import draft_hidden_states, teacher_positions
 from .losses import BlockSums, block_loss
 from .sampling import SeededLengthGroupedSampler, drop_repeated_rows, set_sampler_epoch
-from .states import LiveTargetStates, TargetStates
+from .states import DocumentStates, LiveTargetStates, TargetStates
 
 EVALUATION_STEP = -1  # stands for the step where anchors are drawn: every evaluation looks at the same ones
 
@@ -253,7 +253,7 @@ class HyperDFlashTrainer(SFTTrainer):
             anchors = self._draw_anchors(inputs, EVALUATION_STEP)
         modules = self.target_states.modules
         states = self.target_states(input_ids, inputs["attention_mask"])
-        hidden_states = draft_hidden_states(model, modules, states, input_ids, anchors)
+        hidden_states = self._draft_hidden_states(model, states, input_ids, anchors)
         teacher = None
         if self.objective.kl_weight:
             teacher = modules.teacher_states(states.residual, self.args.kl_teacher)  # [b, s, d]
@@ -275,6 +275,16 @@ class HyperDFlashTrainer(SFTTrainer):
         self._record(sums, states.context, inputs["attention_mask"])
         return (loss, sums) if return_outputs else loss
 
+    def _draft_hidden_states(
+        self, model: nn.Module, states: DocumentStates, input_ids: torch.LongTensor, anchors: torch.LongTensor
+    ) -> torch.Tensor:
+        """What the target's LM head takes to draft behind each anchor, `[b, A, D, d]`: see `draft_hidden_states`."""
+        return draft_hidden_states(model, self.target_states.modules, states, input_ids, anchors)
+
+    def _gate_sums(self, context: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """See `gate_sums`."""
+        return gate_sums(base_drafter(self.model).reducer, context, lengths)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], prediction_loss_only: bool, ignore_keys=None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -289,7 +299,7 @@ class HyperDFlashTrainer(SFTTrainer):
         if isinstance(self.model, FSDPModule):
             self.model.unshard()  # the reducer, in the group of the root, may have been sharded behind the forward
         attention_mask = attention_mask * (sums.blocks[0] > 0)  # a row that only keeps its process company is not seen
-        gates = gate_sums(base_drafter(self.model).reducer, context, attention_mask.sum(dim=1).tolist())
+        gates = self._gate_sums(context, attention_mask.sum(dim=1).tolist())
         window = LogWindow(sums, attention_mask.sum(), gates)
         mode = "train" if self.model.training else "eval"
         self._windows[mode] = window if self._windows[mode] is None else self._windows[mode] + window
@@ -344,7 +354,7 @@ class HyperDFlashTrainer(SFTTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         wrapped = type(base_drafter(self.model))
         if issubclass(wrapped, FSDPModule):  # a class made by torch, whose file would be saved as the drafter's code
-            drafter = next(cls for cls in wrapped.__mro__[1:] if issubclass(cls, HyperDFlashModel))
+            drafter = next(cls for cls in wrapped.__mro__ if not issubclass(cls, FSDPModule))
             wrapped.__name__, wrapped.__module__ = drafter.__name__, drafter.__module__
         super()._save(output_dir, state_dict)
         if self.args.should_save and self.provenance is not None:

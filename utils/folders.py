@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
-from ..configuration_hyperdflash import HyperDFlashConfig
+from ..configuration_hyperdflash import DRAFTER_TYPES
 
 
 def check_model_path(name: str, model: str) -> None:
@@ -51,7 +51,7 @@ def check_model_kind(name: str, model: str, revision: str | None = None) -> None
         model_type = json.loads(Path(file).read_bytes()).get("model_type")
     except (ValueError, AttributeError):
         raise ValueError(f"{name}: {file}: found no JSON object, wanted a model's configuration") from None
-    if (model_type == HyperDFlashConfig.model_type) != (name == "drafter"):
+    if (model_type in DRAFTER_TYPES) != (name == "drafter"):
         wanted = "a drafter ('hyperdflash')" if name == "drafter" else "the target that a drafter is for"
         raise ValueError(f"{name}: found model_type {model_type!r} in {model!r}, wanted {wanted}")
 
@@ -88,7 +88,7 @@ def check_spares_target(output: str | os.PathLike, target: str | os.PathLike) ->
             model_type = json.loads(config.read_bytes()).get("model_type")
         except (ValueError, AttributeError):
             model_type = None
-        if model_type != HyperDFlashConfig.model_type:
+        if model_type not in DRAFTER_TYPES:
             raise FileExistsError(
                 f"output: found {str(output)!r}, which holds a model of type {model_type!r}, wanted a drafter's folder"
             )

@@ -11,6 +11,8 @@ REDUCERS = ("hc_gate", "fc")
 PATH_NORMS = ("value", "pre_gate", "none")
 STREAM_POOLINGS = ("flatten", "mean")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MTP_MODEL_TYPE = "hyperdflash_mtp"  # DeepSeek-V4's native MTP module as an assistant
+DRAFTER_TYPES = ("hyperdflash", MTP_MODEL_TYPE)
 
 
 @dataclass(frozen=True)
@@ -247,4 +249,4 @@ class HyperDFlashConfig(PreTrainedConfig):
 
 HyperDFlashConfig.register_for_auto_class()
 
-__all__ = ["BlockGeometry", "HyperDFlashConfig"]
+__all__ = ["DRAFTER_TYPES", "MTP_MODEL_TYPE", "BlockGeometry", "HyperDFlashConfig"]

@@ -62,6 +62,8 @@ from transformers.generation.utils import GenerationMixin
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 from transformers.utils import logging
 
+from .configuration_hyperdflash import DRAFTER_TYPES
+
 logger = logging.get_logger(__name__)
 
 
@@ -703,15 +705,15 @@ class DraftContext:
             it holds for the next call only if nobody has touched that cache since.
     """
 
-    cache: DFlashCache
+    cache: Cache
     pending: list[torch.Tensor] = field(default_factory=list)
     drafter: weakref.ref | None = None
     length: int = 0
     newest_keys: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, target_cache: Cache, drafter: PreTrainedModel) -> "DraftContext":
-        """Take up the context that `drafter` left with `target_cache`, or begin an empty one."""
+    def of(cls, target_cache: Cache, drafter: PreTrainedModel, new_cache: Callable[[Any], Cache]) -> "DraftContext":
+        """Take up the context that `drafter` left with `target_cache`, or begin one with `new_cache(config)`."""
         context = _contexts.pop(target_cache, None)
         if (
             context is not None
@@ -720,9 +722,7 @@ class DraftContext:
             and context.newest_keys is target_cache.layers[0].keys
         ):
             return context
-        cache = DFlashCache(config=drafter.config)
-        cache.activate_past_recording()
-        return cls(cache=cache)
+        return cls(cache=new_cache(drafter.config))
 
     def leave_with(self, target_cache: Cache, drafter: PreTrainedModel) -> None:
         """Keep the context for a next turn on `target_cache`; it is dropped together with that cache."""
@@ -790,6 +790,13 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
         self.noise_ids_mask = self.noise_ids_mask.to(main_model_input_embeddings.weight.device)
         self.processors = logits_processor or []
         self.rowwise = all(type(processor) in _ROWWISE_PROCESSORS for processor in self.processors)
+
+    @staticmethod
+    def new_cache(config: Any) -> Cache:
+        """An empty cache for a drafter's context."""
+        cache = DFlashCache(config=config)
+        cache.activate_past_recording()
+        return cache
 
     def add_context(self, states: torch.Tensor) -> None:
         """Append target states `[b, n, m, d or L * d]` of the tokens that follow the known context."""
@@ -999,8 +1006,8 @@ _STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDT
 
 
 def is_drafter(model: Any) -> bool:
-    """Whether `model` is a HyperDFlash drafter, of this copy of the code or another: told by `config.model_type`."""
-    return getattr(getattr(model, "config", None), "model_type", None) == "hyperdflash"
+    """Whether `model` is a drafter of ours, of this copy of the code or another: told by `config.model_type`."""
+    return getattr(getattr(model, "config", None), "model_type", None) in DRAFTER_TYPES
 
 
 def check_drafter_fits(target: PreTrainedModel, drafter: PreTrainedModel) -> None:
@@ -1022,7 +1029,7 @@ def check_drafter_fits(target: PreTrainedModel, drafter: PreTrainedModel) -> Non
                 f"wanted {value!r}, the target's."
             )
     rows = target.get_input_embeddings().weight.shape[0]
-    if not 0 <= drafter_config.mask_token_id < rows:
+    if not 0 <= getattr(drafter_config, "mask_token_id", 0) < rows:  # only block drafters have one
         raise ValueError(
             f"The drafter does not fit {type(target).__name__}: `assistant_model.config.mask_token_id`: found "
             f"{drafter_config.mask_token_id}, wanted an id in [0, {rows}), the target's embedding."
@@ -1043,6 +1050,8 @@ def check_drafter_fits(target: PreTrainedModel, drafter: PreTrainedModel) -> Non
 def draft_length(drafter: PreTrainedModel, generation_config: GenerationConfig) -> int:
     """How many tokens a round drafts: `num_assistant_tokens` of the call, else of the drafter, else the whole block.
 
+    A recursive drafter (MTP) has no block: it drafts as many as are asked for.
+
     transformers fills an unset `num_assistant_tokens` of the call with its own default (20), which cannot be told from
     a user's 20 and therefore counts as unset.
 
@@ -1057,6 +1066,10 @@ def draft_length(drafter: PreTrainedModel, generation_config: GenerationConfig) 
         found = getattr(getattr(drafter, "generation_config", None), "num_assistant_tokens", None)
     if found is None:
         return most
+    if not hasattr(drafter.config, "block_size"):
+        if found < 1:
+            raise ValueError(f"`{source}`: found {found}, wanted at least 1.")
+        return found
     if not 1 <= found <= most:
         raise ValueError(
             f"`{source}`: found {found}, wanted 1 to {most}: the drafter's block of {drafter.config.block_size} slots "
@@ -1209,8 +1222,9 @@ def _rewinding_decoding(
 
     if drafter is not None:
         num_drafts = draft_length(drafter, generation_config)
-        context = DraftContext.of(cache, drafter)
-        proposer = HyperDFlashCandidateGenerator(
+        generator = getattr(drafter, "candidate_generator_class", HyperDFlashCandidateGenerator)
+        context = DraftContext.of(cache, drafter, generator.new_cache)
+        proposer = generator(
             drafter,
             target.get_input_embeddings(),
             target.get_output_embeddings(),
@@ -1263,7 +1277,7 @@ _HOOKS = {
     "_get_candidate_generator": _hook_get_candidate_generator,
     "_assisted_decoding": _hook_assisted_decoding,
 }
-_HOOKS_VERSION = 1
+_HOOKS_VERSION = 2
 
 
 @dataclass(frozen=True)
