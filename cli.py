@@ -153,6 +153,7 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     from transformers.utils import logging
 
     from . import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
+    from .baselines import modeling_mtp  # noqa: F401  (the same for the MTP module)
     from .utils.devices import choose_device
     from .utils.folders import check_model_kind
 
@@ -168,10 +169,11 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     if drafter is not None:
         drafter_model = AutoModel.from_pretrained(drafter, **common).to(device).eval()
         if args.num_draft_tokens is not None:
-            most = drafter_model.config.geometry.num_draft_tokens
+            config = drafter_model.config  # an MTP module has no block
+            most = config.geometry.num_draft_tokens if hasattr(config, "block_size") else config.sliding_window - 1
             if not 1 <= args.num_draft_tokens <= most:
                 raise ValueError(
-                    f"num_draft_tokens: found {args.num_draft_tokens}, wanted 1 to {most}, the drafts of a block"
+                    f"num_draft_tokens: found {args.num_draft_tokens}, wanted 1 to {most}, the drafts of a round"
                 )
             drafter_model.generation_config.num_assistant_tokens = args.num_draft_tokens
     return target_model, tokenizer, drafter_model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import DeepseekV4Config, PreTrainedConfig
 
 from ..configuration_hyperdflash import MTP_MODEL_TYPE, BlockGeometry
@@ -75,6 +77,14 @@ class MtpConfig(DeepseekV4Config):
     def geometry(self) -> BlockGeometry:
         """A round in the terms of a block drafter: draft `k` behind anchor `a` predicts the token at `a + k`."""
         return BlockGeometry(self.mtp_depths + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in [`PreTrainedConfig`], without the kind of the MLP, which never differs.
+
+        The Trainer, when it resumes, reads a checkpoint's configuration as that of no model in particular, and then
+        V4's kinds of MLP are unknown.
+        """
+        return {name: value for name, value in super().to_dict().items() if name != "mlp_layer_types"}
 
     @classmethod
     def of_target(cls, target: PreTrainedConfig, **fields) -> MtpConfig:

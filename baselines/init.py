@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..conversion.arguments import InitArguments
+from ..conversion.arguments import MTP_STARTS, InitArguments
 from ..conversion.checkpoint import Checkpoint
 from ..conversion.init import DTYPES, check_output
 from ..conversion.target import folder_name, load_target_config
@@ -107,8 +107,9 @@ def _check(args: InitArguments, model_type: str) -> None:
     for name in BLOCK_OPTIONS:
         if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name}: found {getattr(args, name)!r}, wanted none, as method is 'mtp'")
-    if args.dtype not in DTYPES:
-        raise ValueError(f"dtype: found {args.dtype!r}, wanted one of {', '.join(DTYPES)}")
+    for name, choices in (("dtype", DTYPES), ("mtp_start", MTP_STARTS)):
+        if getattr(args, name) not in choices:
+            raise ValueError(f"{name}: found {getattr(args, name)!r}, wanted one of {', '.join(choices)}")
     if model_type != "deepseek_v4":
         raise ValueError(f"target: found model_type {model_type!r}, wanted 'deepseek_v4' for an MTP module")
     check_output(args)

@@ -56,6 +56,9 @@ def run_init(args: InitArguments, command: Sequence[str] | None = None) -> dict[
 
 
 def _init(args: InitArguments, command: Sequence[str] | None) -> tuple[HyperDFlashModel, dict[str, Any]]:
+    for name, wanted in (("method", "hyperdflash"), ("mtp_start", "auto"), ("mtp_depths", 6)):
+        if (found := getattr(args, name)) != wanted:
+            raise ValueError(f"{name}: found {found!r}, wanted {wanted!r} for a HyperDFlash drafter")
     if args.dtype not in DTYPES:
         raise ValueError(f"dtype: found {args.dtype!r}, wanted one of {', '.join(DTYPES)}")
     target = load_target_config(args.target)
