@@ -99,6 +99,10 @@ class MtpModel(DeepseekV4PreTrainedModel):
         self.post_init()
         install_hooks()
 
+    def get_input_embeddings(self) -> None:
+        """`None`: the module borrows the target's."""
+        return None
+
     def forward(
         self,
         token_embeds: torch.Tensor,

@@ -30,11 +30,14 @@ def check_model_path(name: str, model: str) -> None:
         raise FileNotFoundError(f"{name}: found no folder {model!r}, wanted one, or a Hub id")
 
 
-def check_model_kind(name: str, model: str, revision: str | None = None) -> None:
+def check_model_kind(
+    name: str, model: str, revision: str | None = None, drafter_types: tuple[str, ...] = DRAFTER_TYPES
+) -> None:
     """Whether a drafter stands where `name` is "drafter", and none elsewhere: told by `config.json`, without its code.
 
     Args:
         name: of the option. model: folder or Hub id. revision: on the Hub.
+        drafter_types: the `model_type`s of drafters that will do.
 
     Raises:
         OSError: there is no such folder, or no configuration.
@@ -51,8 +54,12 @@ def check_model_kind(name: str, model: str, revision: str | None = None) -> None
         model_type = json.loads(Path(file).read_bytes()).get("model_type")
     except (ValueError, AttributeError):
         raise ValueError(f"{name}: {file}: found no JSON object, wanted a model's configuration") from None
-    if (model_type in DRAFTER_TYPES) != (name == "drafter"):
-        wanted = "a drafter ('hyperdflash')" if name == "drafter" else "the target that a drafter is for"
+    if name == "drafter" and model_type not in drafter_types or name != "drafter" and model_type in DRAFTER_TYPES:
+        wanted = (
+            f"a drafter ({' or '.join(map(repr, drafter_types))})"
+            if name == "drafter"
+            else "the target that a drafter is for"
+        )
         raise ValueError(f"{name}: found model_type {model_type!r} in {model!r}, wanted {wanted}")
 
 

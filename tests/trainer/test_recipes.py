@@ -31,6 +31,14 @@ def parse(recipe):
     return parser.parse_args_and_config(["--config", str(RECIPES / recipe), *FLAGS])
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_mtp_module_is_trained_as_the_drafter_is(stage):
+    drafter, mtp = (
+        yaml.safe_load((RECIPES / f"tiny/{name}-stage{stage}.yaml").read_text()) for name in ("drafter", "mtp")
+    )
+    assert mtp == drafter
+
+
 @pytest.mark.parametrize("recipe", ["tiny/drafter-stage1.yaml", "tiny/drafter-stage2.yaml"])
 def test_recipes_of_the_tiny_pair_are_read(recipe):
     _, arguments = parse(recipe)

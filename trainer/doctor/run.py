@@ -155,7 +155,7 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
         ValueError, OSError: rows, records or models that cannot be read, before the models' weights are.
     """
     for name in ("target", "drafter"):
-        check_model_kind(name, getattr(args, name))
+        check_model_kind(name, getattr(args, name), drafter_types=("hyperdflash",))
     device = choose_device(args.device)
     record = read_record(args)
     rows = load_rows(args.data, args.data_split)
