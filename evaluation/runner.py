@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from .. import modeling_hyperdflash  # noqa: F401  (registers the drafter and installs the hooks)
+from ..baselines import modeling_mtp  # noqa: F401  (registers the MTP module)
 from ..trainer.regeneration.arguments import RegenerateArguments
 from ..trainer.regeneration.prompts import PromptRenderer
 from ..utils.devices import choose_device
