@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hyperdflash import GenerationStatistics
+from hyperdflash.baselines import init_mtp
 from hyperdflash.cli import EMBEDDED_DRAFTER, EMBEDDED_TARGET, main, parse
 from hyperdflash.evaluation import EvalArguments, run_eval
 from hyperdflash.evaluation.arguments import MODES
@@ -169,6 +170,21 @@ def stop_after(monkeypatch, texts):
 
     monkeypatch.setattr(System, "decode", stop)
     return lambda: monkeypatch.setattr(System, "decode", decode)
+
+
+def test_the_mtp_module_is_a_system_at_every_budget(make_arguments, tmp_path, records):
+    init_mtp(EMBEDDED_TARGET, tmp_path / "mtp")
+    systems = ["target", *(f"MTP:{tmp_path / 'mtp'}:{drafts}" for drafts in (3, 6))]
+    run_eval(make_arguments(tmp_path / "run", systems=systems, tasks=["gsm8k"], temperatures=[0.0]))
+    wanted = {record["id"]: record["ids"] for record in records if record["temperature"] == 0}
+    found = read(tmp_path / "run")
+    assert {record["system"] for record in found} == {"target", "MTP (3)", "MTP (6)"}
+    assert all(record["ids"] == wanted[record["id"]] for record in found)
+    for record in found:
+        if record["system"] != "target":
+            budget = int(record["system"][5])
+            assert record["statistics"]["rounds"] > 0
+            assert record["statistics"]["num_draft_tokens"] == budget, record["statistics"]
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_end(make_arguments, tmp_path, monkeypatch, records):
