@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hub_server import hub  # noqa: E402, F401  (a fixture)
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM  # noqa: E402
 
 torch.set_num_threads(1)
