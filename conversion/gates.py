@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint
+from .sources import Source
 
 # What each kind of checkpoint calls the gates, `{}` being fn, base, scale
 NAMINGS = (
@@ -40,13 +41,13 @@ class Gates:
     bytes_read: int
 
 
-def read_gates(folder: str | os.PathLike, streams: int, width: int) -> Gates:
-    """The gates in a checkpoint folder, single file or sharded, in transformers' naming or the released one.
+def read_gates(source: str | os.PathLike | Source, streams: int, width: int) -> Gates:
+    """The gates in a checkpoint, single file or sharded, in transformers' naming or the released one.
 
     Gates that a checkpoint stores in 16 bits are widened to float32, as transformers does when it loads them.
 
     Args:
-        folder: the target's folder.
+        source: the target's folder, or its repository on the Hub.
         streams: the target's residual streams, `m`.
         width: its width, `d`.
 
@@ -57,7 +58,7 @@ def read_gates(folder: str | os.PathLike, streams: int, width: int) -> Gates:
     """
     shapes = {"fn": (streams, streams * width), "base": (streams,), "scale": (1,)}
     namings = [[naming.format(gate) for gate in shapes] for naming in NAMINGS]
-    checkpoint = Checkpoint(folder, (name for naming in namings for name in naming))
+    checkpoint = Checkpoint(source, (name for naming in namings for name in naming))
     tensors, sources = {}, {}
     for (gate, shape), entry in zip(shapes.items(), checkpoint.find(namings), strict=True):
         if entry.shape != shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -11,40 +12,67 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import InitArguments
+from .sources import HubRepository, LocalFolder, Source, open_source
 
 # Targets with several residual streams, and whether their `hc_head` has gates that a reducer can take over. HY-V4's
 # are the same function, with the RMS applied after the product: equal up to rounding.
 TARGET_TYPES = {"deepseek_v4": True, "hy_v4": True, "glm5_next": False, "glm5_next_text": False}
+CONFIG_FILE, MAX_CONFIG_BYTES = "config.json", 10_000_000
 DEEPSEEK_V4_VOCAB_SIZE, DEEPSEEK_V4_MASK_TOKEN_ID = 129280, 128799
 
 
-def load_target_config(folder: str | os.PathLike) -> PreTrainedConfig:
-    """The configuration of the language model in `folder`, as transformers' own class reads it; no remote code runs.
+def load_target_config(target: str | os.PathLike | Source, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the language model in a folder or Hub repository, as transformers' own class reads it.
+
+    Args:
+        trust_remote_code: whether a class that the repository brings along may read it instead.
 
     Raises:
-        FileNotFoundError: no such folder, or no `config.json` in it.
-        ValueError: a `model_type` that is none of `TARGET_TYPES`, or a `config.json` that is no JSON object.
+        FileNotFoundError: no such target, or no `config.json` in it.
+        ValueError: a `model_type` that is none of `TARGET_TYPES`, or a `config.json` that makes no configuration.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"target: found {str(folder)!r}, wanted a local folder; download a Hub repository first"
-        )
-    file = path / "config.json"
-    if not file.is_file():
+    source = open_source(target)
+    file = source.path(CONFIG_FILE)
+    if not source.has(CONFIG_FILE):
         raise FileNotFoundError(f"{file}: found no such file, wanted the target's configuration")
+    if source.size(CONFIG_FILE) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{file}: found {source.size(CONFIG_FILE)} bytes, wanted at most {MAX_CONFIG_BYTES}")
+    data = read_config(source)
     try:
-        model_type = json.loads(file.read_bytes()).get("model_type")
+        model_type = json.loads(data).get("model_type")
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{file}: found something else, wanted a JSON object") from None
     if not isinstance(model_type, str) or model_type not in TARGET_TYPES:
         raise ValueError(f"{file}: model_type: found {model_type!r}, wanted one of {', '.join(TARGET_TYPES)}")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    return config.get_text_config()
+    try:
+        if trust_remote_code:
+            config = AutoConfig.from_pretrained(**_for_transformers(source), trust_remote_code=True)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / CONFIG_FILE).write_bytes(data)
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return config.get_text_config()
+    except OSError:
+        raise
+    except Exception as error:  # whatever a configuration's own class stumbles over
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{file}: found {reason}, wanted a configuration of {model_type}") from None
 
 
-def drafter_config(args: InitArguments, target: PreTrainedConfig) -> HyperDFlashConfig:
-    """The configuration of a drafter for `target`.
+def read_config(source: Source) -> bytes:
+    """The target's `config.json`."""
+    return bytes(source.read(CONFIG_FILE, 0, source.size(CONFIG_FILE)))
+
+
+def _for_transformers(source: Source) -> dict[str, str | None]:
+    """The arguments of `from_pretrained` that say where the target is."""
+    if isinstance(source, HubRepository):
+        return {"pretrained_model_name_or_path": source.repo_id, "revision": source.commit}
+    return {"pretrained_model_name_or_path": str(source)}
+
+
+def drafter_config(args: InitArguments, target: PreTrainedConfig, source: Source) -> HyperDFlashConfig:
+    """The configuration of a drafter for `target`, whose files lie in `source`.
 
     Width, streams, epsilons, vocabulary, layer count, rotary base and longest sequence are the target's. The body
     follows its width: see [`body_shape`].
@@ -67,7 +95,7 @@ def drafter_config(args: InitArguments, target: PreTrainedConfig) -> HyperDFlash
         layer_types=args.layer_types,
         sliding_window=args.sliding_window,
         block_size=args.block_size,
-        mask_token_id=find_mask_token_id(args, target),
+        mask_token_id=find_mask_token_id(args, target, source),
         sample_from_anchor=args.sample_from_anchor,
         context_source=args.context_source,
         target_layer_ids=args.target_layer_ids,
@@ -82,7 +110,7 @@ def drafter_config(args: InitArguments, target: PreTrainedConfig) -> HyperDFlash
         target_rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
         target_name_or_path=args.target_name_or_path or folder_name(args.target),
-        target_revision=args.target_revision,
+        target_revision=source.commit or args.target_revision,
     )
 
 
@@ -139,19 +167,30 @@ def choose_reducer(args: InitArguments, target: PreTrainedConfig) -> str:
     return "fc"
 
 
-def find_mask_token_id(args: InitArguments, target: PreTrainedConfig) -> int:
-    """The mask token: the option, DeepSeek-V4's, or that of the tokenizer in the target's folder, in this order.
+def find_mask_token_id(args: InitArguments, target: PreTrainedConfig, source: Source | None = None) -> int:
+    """The mask token: the option, DeepSeek-V4's, or that of the target's tokenizer, in this order.
 
     Raises:
-        ValueError: none of them says.
+        ValueError: none of them says, or the tokenizer cannot be read.
     """
     if args.mask_token_id is not None:
         return args.mask_token_id
     if target.model_type == "deepseek_v4" and target.vocab_size == DEEPSEEK_V4_VOCAB_SIZE:
         return DEEPSEEK_V4_MASK_TOKEN_ID
-    folder, found = Path(args.target), "no tokenizer"
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    source, found = source or LocalFolder(args.target), "no tokenizer"
+    if any(source.has(name) for name in ("tokenizer.json", "tokenizer_config.json")):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                **_for_transformers(source), trust_remote_code=args.trust_remote_code
+            )
+        except OSError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare ones
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"mask_token_id: found a tokenizer in {source} that cannot be read ({reason}), wanted the id as an "
+                "option"
+            ) from None
         if tokenizer.mask_token_id is not None:
             return tokenizer.mask_token_id
         found = "a tokenizer without a mask token"
@@ -164,4 +203,4 @@ def folder_name(folder: str | os.PathLike) -> str:
     return path.name if path.is_absolute() else path.as_posix()
 
 
-__all__ = ["drafter_config", "load_target_config"]
+__all__ = ["drafter_config", "load_target_config", "read_config"]

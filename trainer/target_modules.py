@@ -15,22 +15,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..conversion.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from ..conversion.extract import RELEASED_NAMES
 
 TEACHER_POOLINGS = ("mean", "hc_head")
-# transformers' names -> those of DeepSeek-V4 as released; transformers itself saves some of them under the latter
-RELEASED_NAMES = {
-    "model.embed_tokens.weight": "embed.weight",
-    "model.hc_head.hc_fn": "hc_head_fn",
-    "model.hc_head.hc_base": "hc_head_base",
-    "model.hc_head.hc_scale": "hc_head_scale",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-}
 
 
 def stored_names(name: str) -> list[str]:
     """The names under which a checkpoint may hold what transformers calls `name`."""
-    return [name, *filter(None, [RELEASED_NAMES.get(name)])]
+    return [name, *RELEASED_NAMES.get(name, ())]
 
 
 @dataclass

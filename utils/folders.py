@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..configuration_hyperdflash import DRAFTER_TYPES
@@ -114,22 +115,71 @@ def whole_folder(output: str | os.PathLike, overwrite: bool = False) -> Iterator
     check_output_folder(output, overwrite)
     final = Path(output).resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
-    partial, replaced = (final.with_name(f".{final.name}.{mark}.{state}") for state in ("partial", "replaced"))
+    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
     try:
         yield partial
-        check_output_folder(output, overwrite)
-        try:
-            if final.exists():
-                final.rename(replaced)
-            partial.rename(final)
-        except BaseException:
-            if replaced.exists() and not final.exists():
-                replaced.rename(final)
-            raise
+        _put_in_place(partial, final, overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def resumed_folder(output: str | os.PathLike, overwrite: bool = False, kept: tuple[str, ...] = ()) -> Iterator[Path]:
+    """As [`whole_folder`], for work that is worth going on with: the new folder has a fixed name, `.NAME.partial`.
+
+    A call finds in it what an earlier one left in the subfolders `kept`, and nothing else: what a killed process was
+    writing is cleared away. When the context ends with an exception the subfolders stay, for the next call; if nothing
+    is in them, the new folder is deleted.
+
+    Raises:
+        FileExistsError: see [`check_output_folder`]; or another process is writing the same folder.
+    """
+    check_output_folder(output, overwrite)
+    final = Path(output).resolve()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(f".{final.name}.partial")
+    lock = FileLock(final.with_name(f".{final.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FileExistsError(f"output: found another process that writes {str(output)!r}, wanted one only") from None
+    try:
+        partial.mkdir(exist_ok=True)
+        _keep_only(partial, kept)
+        try:
+            yield partial
+        except BaseException:
+            _keep_only(partial, kept)
+            if not any(path.is_file() for path in partial.rglob("*")):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _put_in_place(partial, final, overwrite)
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def _keep_only(folder: Path, kept: tuple[str, ...]) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in kept:
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+
+
+def _put_in_place(partial: Path, final: Path, overwrite: bool) -> None:
+    """Renames the complete folder `partial` to `final`; what stands there is replaced as a whole."""
+    check_output_folder(final, overwrite)
+    replaced = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.replaced")
+    try:
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+    except BaseException:
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -161,6 +211,7 @@ __all__ = [
     "check_model_path",
     "check_output_folder",
     "check_spares_target",
+    "resumed_folder",
     "whole_file",
     "whole_folder",
 ]

@@ -37,7 +37,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DFlashCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DFlashCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 from transformers.generation.candidate_generator import CandidateGenerator, DFlashTokenCandidateGenerator
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import (
@@ -337,6 +343,7 @@ _REWINDABLE_LAYERS = {
     DeepseekV4HCACache: RewindableHCALayer,
     DeepseekV4CSACache: RewindableCSALayer,
 }
+_CROPPABLE_LAYERS = (DynamicLayer, DynamicIndexedLayer)  # they keep every token; the second one is HY-V4's
 
 
 def make_rewindable(cache: Cache, max_rollback: int | None = None) -> Cache:
@@ -354,9 +361,9 @@ def make_rewindable(cache: Cache, max_rollback: int | None = None) -> Cache:
         ValueError: a layer is of a type that cannot be rewound (static, quantized, ...); nothing is changed then.
     """
     for index, layer in enumerate(cache.layers):
-        known = type(layer) in _REWINDABLE_LAYERS or type(layer) is DynamicLayer
+        known = type(layer) in (*_REWINDABLE_LAYERS, *_CROPPABLE_LAYERS)
         if not known and not getattr(layer, "is_rewindable", False):
-            wanted = ", ".join(stock.__name__ for stock in (*_REWINDABLE_LAYERS, DynamicLayer))
+            wanted = ", ".join(stock.__name__ for stock in (*_REWINDABLE_LAYERS, *_CROPPABLE_LAYERS))
             raise ValueError(
                 f"`cache.layers[{index}]`: found {type(layer).__name__}, which cannot take tokens back, wanted one "
                 f"of: {wanted}. Pass `DynamicCache(config=target.config)`."
@@ -602,7 +609,7 @@ class TargetTap:
                 self.handles.append(decoder.layers[layer_id].register_forward_hook(capture))
         if self.by_index:
             for layer in decoder.layers:
-                if layer.self_attn.layer_type == "heavily_compressed_attention":
+                if getattr(layer.self_attn, "layer_type", None) == "heavily_compressed_attention":
                     self.handles.append(layer.self_attn.compressor.register_forward_pre_hook(self._bound_by_index))
         return self
 
@@ -634,9 +641,10 @@ class TargetTap:
         if self._listening():
             self.captured[0] = args[0]  # [b, s, m, d]
 
-    def _capture_layer(self, layer_id: int, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def _capture_layer(self, layer_id: int, module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
         if self._listening():
-            self.captured[layer_id] = output  # [b, s, m, d]
+            # [b, s, m, d]; HY-V4's layers return more beside it
+            self.captured[layer_id] = output[0] if isinstance(output, tuple) else output
 
     def _bound_by_index(self, module: nn.Module, args: tuple) -> tuple | None:
         hidden_states, q_residual, position_ids, cache, layer_idx = args
@@ -662,6 +670,8 @@ class TargetTap:
         The keys of a V4 layer are the window's tokens, then the entries of its compressor.
         """
         config = self.target.config.get_text_config()
+        if getattr(config, "sliding_window", None) is None:  # HY-V4: every layer keeps every key
+            return tuple(weights[:, :, start:stop, : self.length_before + stop] for weights in self.outputs.attentions)
         window = config.sliding_window
         past = min(self.length_before, window - 1)
         first_key, last_key = max(0, past + start + 1 - window), past + stop
