@@ -28,6 +28,7 @@ from ..utils.folders import check_model_path
 
 BLOCK_BYTES = 1 << 20
 CONNECTION_TRIES = 5  # in a row, without a byte
+FIRST_WAIT, LONGEST_WAIT = 1.0, 8.0  # seconds before the next try
 
 
 class LocalFolder:
@@ -145,7 +146,11 @@ class HubRepository:
             with self._errors_in_one_line():
                 try:
                     with http_stream_backoff(
-                        "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+                        "GET",
+                        url,
+                        headers=headers,
+                        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                        retry_on_exceptions=(),  # tried again below
                     ) as response:
                         hf_raise_for_status(response)
                         self._check_range(name, response, start)
@@ -159,7 +164,7 @@ class HubRepository:
                     failures += 1
                     if failures == CONNECTION_TRIES:
                         raise
-                    time.sleep(min(2 ** (failures - 1), 8))
+                    time.sleep(min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT))
 
     def _check_range(self, name: str, response: httpx2.Response, start: int) -> None:
         """Whether the answer begins at `start`: a proxy that knows no ranges sends the file from its beginning."""
