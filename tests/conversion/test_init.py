@@ -113,39 +113,6 @@ def test_reducer_without_path_norm_is_the_targets_hc_head_to_the_bit(tmp_path, m
         assert torch.equal(drafter.reducer(streams), target.model.hc_head(streams))
 
 
-def test_hy_v4_gates_are_found_in_both_its_namings(tmp_path):
-    from transformers import HYV4Config, HYV4ForCausalLM
-
-    config = HYV4Config(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=16,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        index_head_dim=16,
-        index_n_heads=2,
-        pad_token_id=2,
-    )
-    target = HYV4ForCausalLM(config)
-    torch.nn.init.normal_(target.model.hc_head.hc_fn)
-    for original_format in (True, False):
-        folder = tmp_path / f"target-{original_format}"
-        target.save_pretrained(folder, save_original_format=original_format)
-        drafter = init_drafter(folder, tmp_path / f"drafter-{original_format}", path_norm="none", **SMALL)
-        assert_same_bits(drafter.reducer.hc_fn.detach(), target.model.hc_head.hc_fn.detach())
-        streams = torch.randn(1, 5, STREAMS, WIDTH)
-        with torch.no_grad():
-            torch.testing.assert_close(drafter.reducer(streams), target.model.hc_head(streams))
-
-
 # What comes out
 
 
@@ -446,8 +413,8 @@ def test_target_or_option_that_makes_no_drafter_is_refused(tmp_path, config, opt
 
 
 def test_target_that_is_no_folder_or_has_no_config_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="found 'deepseek-ai/DeepSeek-V4-Flash', wanted a local folder"):
-        init_drafter("deepseek-ai/DeepSeek-V4-Flash", tmp_path / "drafter")
+    with pytest.raises(FileNotFoundError, match="target: found no folder './absent', wanted one, or a Hub id"):
+        init_drafter("./absent", tmp_path / "drafter")
     target = write_checkpoint(tmp_path / "target", random_gates(RELEASED))
     (target / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="wanted a JSON object"):
@@ -553,7 +520,7 @@ def test_gates_of_v4_flash_cost_under_2_megabytes_read_and_little_memory(tmp_pat
     print({name: value for name, value in found.items() if name != "report"})
     assert found["read"] < 2_000_000
     assert 0 <= found["read"] - found["bytes_read"] < 20_000  # what is reported is what the kernel counted
-    assert found["report"]["target_bytes_read"] == found["bytes_read"]
+    assert 0 < found["report"]["target_bytes_read"] - found["bytes_read"] < 5_000  # config.json
     assert found["growth_read"] < 50_000_000 and found["growth_init"] < 300_000_000  # over the imports
     assert found["report"]["mask_token_id"] == 128799
     assert_same_bits(load_file(tmp_path / "drafter" / "model.safetensors")["reducer.hc_fn"], gates["hc_head_fn"])
