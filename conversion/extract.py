@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import tqdm
+from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from .checkpoint import SINGLE_FILE, Checkpoint, TensorEntry
 from .sources import Source
 
 MTP_PREFIX = "mtp.0."
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 # transformers' names -> those of released checkpoints (DeepSeek-V4, HY-V4), under which transformers too saves some
 RELEASED_NAMES = {
     "model.embed_tokens.weight": ("embed.weight",),
@@ -145,6 +152,24 @@ def copy_tensors(extract: Extract, folder: str | os.PathLike, name: str) -> None
         raise
 
 
+def copy_tokenizer(source: Source, folder: str | os.PathLike) -> None:
+    """Copies the files of the target's tokenizer, as many as there are."""
+    for name in filter(source.has, TOKENIZER_FILES):
+        with (Path(folder) / name).open("wb") as file:
+            file.writelines(source.stream(name, 0, source.size(name)))
+
+
+def origin_of(folder: str | os.PathLike) -> dict[str, str] | None:
+    """Of a folder that [`copy_tensors`] has filled, `target` and, if that came from the Hub, `target_revision`; of any
+    other `None`."""
+    path = Path(folder) / SINGLE_FILE
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    return {key: metadata[key] for key in ("target", "target_revision") if key in metadata} or None
+
+
 def _runs(entries: Sequence[TensorEntry]) -> list[tuple[str, int, int]]:
     """(file, start, end) of the byte ranges that the tensors make up, tensors that lie side by side in one."""
     runs: list[tuple[str, int, int]] = []
@@ -176,4 +201,13 @@ def safetensors_header(tensors: dict[str, tuple[str, Sequence[int], int]], metad
     return len(raw).to_bytes(8, "little") + raw
 
 
-__all__ = ["Extract", "RELEASED_NAMES", "copy_tensors", "plan_head", "plan_mtp", "safetensors_header"]
+__all__ = [
+    "RELEASED_NAMES",
+    "Extract",
+    "copy_tensors",
+    "copy_tokenizer",
+    "origin_of",
+    "plan_head",
+    "plan_mtp",
+    "safetensors_header",
+]

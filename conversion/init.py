@@ -15,7 +15,7 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.folders import check_output_folder, check_spares_target, resumed_folder
 from ..utils.provenance import collect_provenance, write_provenance
 from .arguments import InitArguments
-from .extract import copy_tensors, plan_head, plan_mtp
+from .extract import copy_tensors, copy_tokenizer, plan_head, plan_mtp
 from .fresh import write_fresh_drafter
 from .gates import read_gates
 from .sources import open_source
@@ -87,6 +87,7 @@ def run_init(args: InitArguments, command: Sequence[str] | None = None) -> dict[
             (folder / name).mkdir(exist_ok=True)
             copy_tensors(extract, folder / name, config.target_name_or_path)
             (folder / name / CONFIG_FILE).write_bytes(config_data)
+            copy_tokenizer(source, folder / name)
         drafter = write_fresh_drafter(folder, config, gates, DTYPES[args.dtype], args.seed)
         write_provenance(folder, record)
     return {

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_hyperdflash import HyperDFlashConfig
+from ..conversion.extract import origin_of
 from ..utils.fingerprints import checkpoint_fingerprints, hub_commit, text_fingerprint, tokenizer_fingerprint
 from ..utils.folders import whole_file
 from ..utils.provenance import package_versions
@@ -66,7 +67,8 @@ def state_manifest(
     """What decides the states of a run, as JSON values: two runs with the same may share a cache.
 
     Args:
-        target: folder or Hub id. target_config: its configuration. target_dtype: of its weights.
+        target: folder or Hub id; a folder that `init --with_head` made stands for the target that it came from.
+            target_config: its configuration. target_dtype: of its weights.
         target_options: further arguments of its `from_pretrained`; where it is placed is left out.
         drafter_config: says which states are taken.
         tokenizer, chat_template: make the token ids.
@@ -74,11 +76,20 @@ def state_manifest(
         target_revision: on the Hub; what is written is the commit that it stands for.
     """
     files = checkpoint_fingerprints(target)
+    name, revision = os.fspath(target), None
+    if files:
+        name = Path(target).resolve().name
+    else:
+        revision = hub_commit(target, target_revision)
+    if files and (origin := origin_of(target)) is not None:
+        revision = origin.get("target_revision")
+        name = origin["target"] if revision else Path(origin["target"]).name
+        files = {"config.json": files["config.json"]}
     text_config = target_config.get_text_config()
     return {
         "format": FORMAT,
-        "target": Path(target).resolve().name if files else os.fspath(target),
-        "target_revision": hub_commit(target, target_revision),
+        "target": name,
+        "target_revision": revision,
         "target_files": files,
         "target_dtype": str(target_dtype).removeprefix("torch."),
         "target_options": {name: str(value) for name, value in target_options.items() if name not in PLACEMENT},
