@@ -333,6 +333,13 @@ def run_init(argv: list[str]) -> int:
     return 0
 
 
+def run_export(argv: list[str]) -> int:
+    from .conversion import ExportArguments, run_export
+
+    print(json.dumps(run_export(*parse("export", argv, ExportArguments)), indent=2))
+    return 0
+
+
 def run_train(argv: list[str]) -> int:
     from accelerate import PartialState
 
@@ -399,6 +406,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "generate": (run_generate, "Answer one prompt with any target and any drafter."),
     "init": (run_init, "Start a drafter from a target's own hc_head gates."),
     "regenerate": (run_regenerate, "Let a target answer prompts: the text that its drafter is trained on."),
+    "export": (run_export, "Write a drafter or a target in the layout of an engine, or turn one back."),
     "train": (run_train, "Train a drafter on text that the target wrote."),
 }
 

@@ -163,6 +163,11 @@ class HyperDFlashConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        if "dflash_config" in kwargs:
+            raise ValueError(
+                "HyperDFlashConfig.dflash_config: found one, wanted none: the folder is an export for vLLM "
+                "(`hyperdflash export --to transformers` turns it back)"
+            )
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.target_hidden_size is None:

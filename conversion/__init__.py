@@ -1,4 +1,4 @@
-"""From a target's checkpoint to a drafter that starts from the target's own gates."""
+"""From a target's checkpoint to a drafter that starts from the target's own gates, and on to what engines read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _HOMES = {
+    "ExportArguments": "arguments",
     "InitArguments": "arguments",
     "Gates": "gates",
     "read_gates": "gates",
     "init_drafter": "init",
+    "run_export": "export",
     "run_init": "init",
 }
-__all__ = ["Gates", "InitArguments", "init_drafter", "read_gates", "run_init"]
+__all__ = ["ExportArguments", "Gates", "InitArguments", "init_drafter", "read_gates", "run_export", "run_init"]
 
 if TYPE_CHECKING:
-    from .arguments import InitArguments
+    from .arguments import ExportArguments, InitArguments
+    from .export import run_export
     from .gates import Gates, read_gates
     from .init import init_drafter, run_init
 

@@ -1,4 +1,4 @@
-"""The options of `hyperdflash init`."""
+"""The options of `hyperdflash init` and `hyperdflash export`."""
 
 from __future__ import annotations
 
@@ -169,4 +169,40 @@ class InitArguments:
     )
 
 
-__all__ = ["InitArguments"]
+@dataclass
+class ExportArguments:
+    """What `hyperdflash export` reads, and what it makes of it."""
+
+    model: str = field(
+        metadata={
+            "help": "Folder or Hub id: a drafter, an export of one, a published DFlash drafter, a DeepSeek-V4 target."
+        }
+    )
+    to: str = field(
+        metadata={
+            "help": "vllm: a drafter, for this package's vLLM plugin. dflash: an fc drafter, for stock engines. "
+            "deepseek: a target in DeepSeek's released form, which vLLM reads. transformers: any of these back.",
+            "choices": ["vllm", "dflash", "deepseek", "transformers"],
+        }
+    )
+    output: str = field(metadata={"help": "Folder to write. It is written whole or not at all."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace what stands at `output`, once the new folder is complete."}
+    )
+    revision: str | None = field(default=None, metadata={"help": "Revision of `model` on the Hub."})
+    target: str | None = field(
+        default=None,
+        metadata={
+            "help": "For a DFlash folder that others wrote: folder of the target that it drafts for. Only its config "
+            "is read."
+        },
+    )
+
+    def __post_init__(self):
+        if self.target is not None and self.to != "transformers":
+            raise ValueError(
+                f"target: found {self.target!r} with --to {self.to}, wanted it with --to transformers only"
+            )
+
+
+__all__ = ["ExportArguments", "InitArguments"]
