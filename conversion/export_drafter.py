@@ -1,8 +1,8 @@
 """Drafters in the layouts that engines read: vLLM with the plugin of this package, and plain DFlash as z-lab has it.
 
-Both describe the body by Qwen3's fields and the rest in `dflash_config`, and name the body's tensors as the drafter
-does (`layers.N.*`, `norm`, `hidden_norm`). Every field of [`HyperDFlashConfig`] that Qwen3 has no place for stands in
-`dflash_config`, where engines pass over what they do not know: the way back loses nothing.
+Both describe the body by Qwen3's fields and the rest in `dflash_config`, and name tensors as the drafter does, but for
+DFlash's `fc`. Every field of [`HyperDFlashConfig`] that Qwen3 has no place for stands in `dflash_config`, where
+engines pass over what they do not know: the way back loses nothing.
 
 `target_layer_ids` mean the same here and there: layer `i`, from 0, stands for its output, `hidden_states[i + 1]` of
 transformers. vLLM adds the one itself for its `aux_hidden_state_layers`.
@@ -50,34 +50,40 @@ FIXED_SETTINGS = {
     "input_embedding_scale": (1.0, None),
     "fc_layernorm": (False, None),
 }
-READ_SETTINGS = {*DFLASH_FIELDS, "num_target_layers", "mask_token"}
+SOURCE_FIELD = "target_hidden_source"  # what the layouts call `context_source`
+READ_SETTINGS = {*DFLASH_FIELDS, SOURCE_FIELD, "num_target_layers", "mask_token"}
+FC_OWN, FC_DFLASH = "reducer.fc.weight", "fc.weight"
 
 
-FC_OWN, FC_SERVING = "reducer.fc.weight", "fc.weight"  # the one tensor whose name differs
-
-
-def serving_tensors(name: str, tensor: torch.Tensor) -> Tensors:
-    """A drafter's tensor under its name in the layouts."""
-    yield (FC_SERVING if name == FC_OWN else name), tensor
+def dflash_tensors(name: str, tensor: torch.Tensor) -> Tensors:
+    """A drafter's tensor under its name in plain DFlash."""
+    yield (FC_DFLASH if name == FC_OWN else name), tensor
 
 
 def serving_config(config: HyperDFlashConfig, layout: str) -> dict[str, Any]:
     """The `config.json` of a drafter in a layout, `"vllm"` or `"dflash"`. Raises as [`check_layout`]."""
     check_layout(config, layout)
     own = config.to_dict()
-    sliding = "sliding_attention" in config.layer_types
-    dflash_config = {name: own[name] for name in DFLASH_FIELDS}
+    body = {name: own.get(name) for name in QWEN3_FIELDS}
+    if layout == "dflash" and config.target_model_type == "deepseek_v4":
+        # Full layers would inherit the window of 128 that V4 has in vLLM, the one engine that drafts for it by DFlash
+        body["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
+        body["sliding_window"] = config.max_position_embeddings
     return {
         "architectures": [ARCHITECTURES[layout]],
         "model_type": MODEL_TYPES[layout],
-        **{name: own.get(name) for name in QWEN3_FIELDS},
+        **body,
         "rope_theta": config.rope_parameters["rope_theta"],
         "attention_bias": False,
-        "use_sliding_window": sliding,  # without it Qwen3's configuration drops the window
+        "use_sliding_window": "sliding_attention" in body["layer_types"],  # without it Qwen3 drops the window
         "block_size": config.block_size,
         "num_target_layers": config.target_num_hidden_layers,
-        # The first of these keeps sliding layers, too, from being causal inside a block
-        "dflash_config": {"causal": False, "num_target_layers": config.target_num_hidden_layers, **dflash_config},
+        "dflash_config": {
+            "causal": False,  # else sliding layers would be causal inside a block
+            "num_target_layers": config.target_num_hidden_layers,
+            SOURCE_FIELD: config.context_source,
+            **{name: own[name] for name in DFLASH_FIELDS if name != "context_source"},
+        },
     }
 
 
@@ -96,14 +102,13 @@ def check_layout(config: HyperDFlashConfig, layout: str) -> None:
         refuse("sample_from_anchor", f"False: {engine} drafts from the mask slots only")
     if config.hidden_act != "silu":
         refuse("hidden_act", "'silu', the only one that engines have for this body")
-    several_streams = config.hc_mult > 1
     if layout == "vllm":
-        if config.context_source == "multi_layer" and config.stream_pooling == "flatten" and several_streams:
-            refuse("stream_pooling", "'mean': the states of single layers that vLLM hands out are means over streams")
+        if config.context_source != "pre_hc_head":
+            refuse("context_source", "'pre_hc_head' (--to dflash for the states of several layers)")
         return
     if config.reducer != "fc":
         refuse("reducer", "'fc': plain DFlash has no place for gates (--to vllm has)")
-    if config.stream_pooling == "flatten" and several_streams:
+    if config.stream_pooling == "flatten" and config.hc_mult > 1:
         refuse("stream_pooling", "'mean': the states that engines hand to plain DFlash are means over streams")
     if config.target_hidden_size != config.hidden_size:
         refuse("target_hidden_size", f"hidden_size ({config.hidden_size}): plain DFlash reads the width from it")
@@ -124,7 +129,7 @@ def export_drafter(source: Path, output: Path, layout: str) -> dict[str, Any]:
     keys = serving_config(config, layout)
     check_shapes(source, config, stored_shapes(source))
     (output / "config.json").write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-    tensors = copy_weights(source, output, serving_tensors)
+    tensors = copy_weights(source, output, dflash_tensors if layout == "dflash" else lambda *named: [named])
     copy_generation_config(source, output)
     return {"tensors": tensors}
 
@@ -146,7 +151,7 @@ def import_drafter(source: Path, output: Path, target: str | None) -> dict[str, 
     config = drafter_config_of(json.loads((source / "config.json").read_bytes()), target)
     if (source / "mask_embedding.pt").exists():
         raise ValueError("mask_embedding.pt: found one, wanted the target's own embedding of mask_token_id")
-    weights = {FC_OWN if name == FC_SERVING else name: tensor for name, tensor in read_weights(source).items()}
+    weights = {FC_OWN if name == FC_DFLASH else name: tensor for name, tensor in read_weights(source).items()}
     check_shapes(source, config, {name: tensor.shape for name, tensor in weights.items()})
     with torch.device("meta"):
         drafter = HyperDFlashModel(config)
@@ -181,9 +186,13 @@ def drafter_config_of(keys: dict[str, Any], target: str | None) -> HyperDFlashCo
 
     body = Qwen3Config.from_dict({name: value for name, value in keys.items() if name != "model_type"})
     fields = {name: getattr(body, name, None) for name in QWEN3_FIELDS}
-    if "sliding_attention" in (fields["layer_types"] or ()) and dflash.get("causal", keys.get("is_causal")) is None:
+    sliding = "sliding_attention" in (fields["layer_types"] or ())
+    if sliding and fields["sliding_window"] >= fields["max_position_embeddings"]:  # see `serving_config`
+        fields |= {"layer_types": None, "sliding_window": None}
+    if sliding and dflash.get("causal", keys.get("is_causal")) is None:
         raise ValueError("causal: found none, which makes sliding layers causal inside a block, wanted false")
     settings = {name: dflash[name] for name in DFLASH_FIELDS if name in dflash}
+    settings["context_source"] = dflash.get(SOURCE_FIELD)
     settings.setdefault("block_size", keys.get("block_size"))
     settings.setdefault("target_num_hidden_layers", dflash.get("num_target_layers", keys.get("num_target_layers")))
     if target is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,8 @@ def released_config(config: DeepseekV4Config) -> dict[str, Any]:
     if compress["rope_type"] == "default":
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": main["rope_theta"]}
     else:
-        own = ("rope_type", "rope_theta", "partial_rotary_factor", "attention_factor")
-        scaling = {name: value for name, value in compress.items() if name not in own}
-        keys["rope_scaling"] = {**scaling, "type": compress["rope_type"]}
+        own = ("rope_theta", "partial_rotary_factor", "attention_factor")
+        keys["rope_scaling"] = {name: value for name, value in compress.items() if name not in own}
     keys |= {
         "architectures": ["DeepseekV4ForCausalLM"],
         "compress_ratios": [rates[kind] for kind in config.layer_types] + [0] * config.num_nextn_predict_layers,
@@ -139,7 +139,7 @@ def released_config(config: DeepseekV4Config) -> dict[str, Any]:
         "rope_theta": main["rope_theta"],
         "topk_method": "noaux_tc",
     }
-    again = DeepseekV4Config.from_dict(dict(keys)).to_dict()
+    again = DeepseekV4Config.from_dict(deepcopy(keys)).to_dict()
     for name, value in config.to_dict().items():
         if name not in RECORD_KEYS and again.get(name) != value:
             raise ValueError(f"{name}: found {value!r}, wanted {again.get(name)!r}, all that DeepSeek's keys can say")
