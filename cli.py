@@ -154,6 +154,7 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
 
     from . import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
     from .baselines import modeling_mtp  # noqa: F401  (the same for the MTP module)
+    from .utils.chat import add_chat_template
     from .utils.devices import choose_device
     from .utils.folders import check_model_kind
 
@@ -164,6 +165,8 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     device = choose_device(args.device)
     common = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(target)
+    if not getattr(args, "raw", False):
+        add_chat_template(tokenizer, target, trust_remote_code=args.trust_remote_code)
     target_model = AutoModelForCausalLM.from_pretrained(target, **common).to(device).eval()
     drafter_model = None
     if drafter is not None:

@@ -23,6 +23,7 @@ from transformers.trainer_utils import HubStrategy
 from ..configuration_hyperdflash import MTP_MODEL_TYPE
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
+from ..utils.chat import add_chat_template
 from ..utils.folders import check_model_kind, check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
@@ -139,6 +140,8 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
         script_args.tokenizer or script_args.target,
         revision=None if script_args.tokenizer else script_args.target_revision,
     )
+    if training_args.chat_template_path is None:
+        add_chat_template(tokenizer, script_args.target, script_args.target_revision)
     model_class, trainer_class = drafter_classes(script_args.drafter)
     drafter = model_class.from_pretrained(script_args.drafter, dtype=torch.float32)
     states = choose_states(script_args, training_args, drafter, tokenizer)

@@ -24,6 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..configuration_hyperdflash import BlockGeometry
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel, rms
+from ..utils.chat import add_chat_template
 from ..utils.provenance import write_provenance
 from .adapters import base_drafter, check_peft_config
 from .arguments import HyperDFlashTrainingArguments
@@ -116,6 +117,7 @@ class HyperDFlashTrainer(SFTTrainer):
             check_drafter_fits(target, model)
             if processing_class is None:
                 processing_class = AutoTokenizer.from_pretrained(target.config.name_or_path)
+                add_chat_template(processing_class, target.config.name_or_path)
             target = LiveTargetStates(target, model.config, args.device)
         self.target_states = target
         if args.assistant_only_loss is None:

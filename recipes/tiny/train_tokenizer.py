@@ -6,11 +6,12 @@ python recipes/tiny/train_tokenizer.py --data DATA --output runs/tokenizer
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from data import load_conversations
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from hyperdflash.utils.chat import TEMPLATES
 
 # Ids 0..7, in this order; the begin and end ids are those of DeepSeek-V4.
 SPECIAL_TOKENS = [
@@ -58,7 +59,7 @@ def train_tokenizer(folder: str, vocab_size: int, seed: int) -> PreTrainedTokeni
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
-    wrapped.chat_template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+    wrapped.chat_template = TEMPLATES["deepseek_v4"].read_text(encoding="utf-8")
     return wrapped
 
 

@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from ... import modeling_hyperdflash  # noqa: F401  (registers the drafter with AutoModel)
 from ...configuration_hyperdflash import HyperDFlashConfig
 from ...generation_hyperdflash import check_drafter_fits
+from ...utils.chat import add_chat_template
 from ...utils.devices import choose_device
 from ...utils.folders import check_model_kind
 from ...utils.provenance import PROVENANCE_FILE
@@ -160,6 +161,7 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
     record = read_record(args)
     rows = load_rows(args.data, args.data_split)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    add_chat_template(tokenizer, args.target)
     prompts = [read_prompt(row, tokenizer) for row in rows.select(range(min(args.rows, len(rows))))]
     vocabulary = AutoConfig.from_pretrained(args.target).get_text_config().vocab_size
     for row, prompt in enumerate(prompts):

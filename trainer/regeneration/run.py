@@ -14,6 +14,7 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from ...utils.chat import add_chat_template
 from ...utils.devices import choose_device
 from ...utils.fingerprints import checkpoint_fingerprints, hub_commit, text_fingerprint, tokenizer_fingerprint
 from ...utils.folders import check_model_kind, check_model_path
@@ -139,6 +140,8 @@ def _load_tokenizer(args: RegenerateArguments) -> PreTrainedTokenizerBase:
     )
     if args.chat_template is not None:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    elif not args.raw:
+        add_chat_template(tokenizer, args.target, args.target_revision)
     if not tokenizer.chat_template and not args.raw:
         raise ValueError(
             f"chat_template: found none in the tokenizer of {args.tokenizer or args.target!r}, wanted a file with "
