@@ -343,6 +343,20 @@ def run_export(argv: list[str]) -> int:
     return 0
 
 
+def run_card(argv: list[str]) -> int:
+    from .model_card import CardArguments, run_card
+
+    print(json.dumps(run_card(*parse("card", argv, CardArguments)), indent=2))
+    return 0
+
+
+def run_push(argv: list[str]) -> int:
+    from .model_card import PushArguments, run_push
+
+    print(json.dumps(run_push(*parse("push", argv, PushArguments)), indent=2))
+    return 0
+
+
 def run_train(argv: list[str]) -> int:
     from accelerate import PartialState
 
@@ -410,6 +424,8 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "init": (run_init, "Start a drafter from a target's own hc_head gates."),
     "regenerate": (run_regenerate, "Let a target answer prompts: the text that its drafter is trained on."),
     "export": (run_export, "Write a drafter or a target in the layout of an engine, or turn one back."),
+    "card": (run_card, "Write a drafter's model card: config, provenance, results of `eval`."),
+    "push": (run_push, "Upload a drafter that `doctor` finds sound to the Hub."),
     "train": (run_train, "Train a drafter on text that the target wrote."),
 }
 

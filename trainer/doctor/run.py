@@ -19,7 +19,7 @@ from ...generation_hyperdflash import check_drafter_fits
 from ...utils.chat import add_chat_template
 from ...utils.devices import choose_device
 from ...utils.folders import check_model_kind
-from ...utils.provenance import PROVENANCE_FILE
+from ...utils.provenance import PROVENANCE_FILE, file_fingerprints
 from ..run import load_rows
 from .arguments import DoctorArguments
 from .case import Case, Finding, run_check
@@ -149,6 +149,12 @@ def read_record(args: DoctorArguments) -> dict[str, Any] | None:
     return record
 
 
+def drafter_files(folder: str) -> dict[str, str]:
+    """File name -> SHA-256 of a local drafter's configuration and weights: what a diagnosis is of."""
+    path = Path(folder)
+    return file_fingerprints([path / "config.json", *sorted(path.glob("*.safetensors"))]) if path.is_dir() else {}
+
+
 def run_doctor(args: DoctorArguments) -> dict[str, Any]:
     """Loads the pair and the rows, and returns the [`Diagnosis`] as JSON values, with what was looked at.
 
@@ -188,7 +194,8 @@ def run_doctor(args: DoctorArguments) -> dict[str, Any]:
         num_draft_tokens=args.num_draft_tokens,
     )
     looked_at = {"drafter": args.drafter, "target": args.target, "dtype": args.dtype, "rows": len(prompts)}
+    looked_at["drafter_files"] = drafter_files(args.drafter)
     return {**looked_at, **diagnose(case, args.max_new_tokens).to_dict()}
 
 
-__all__ = ["Diagnosis", "diagnose", "run_doctor"]
+__all__ = ["Diagnosis", "diagnose", "drafter_files", "run_doctor"]
