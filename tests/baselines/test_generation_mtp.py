@@ -156,7 +156,8 @@ def test_a_second_turn_drafts_with_the_first_as_context(target, mtp):
 def test_training_acceptance_is_that_of_generate_round_by_round(target, mtp, monkeypatch):
     """On the text that the target wrote, the recursions from generate's anchors accept what generate accepted."""
     with torch.no_grad():  # a random module agrees with the target nowhere: agreement comes from a narrow head
-        monkeypatch.setattr(target.lm_head, "weight", torch.nn.Parameter(target.lm_head.weight * NARROW[:, None]))
+        narrow = torch.nn.Parameter(target.lm_head.weight * NARROW[:, None])
+    monkeypatch.setitem(target.lm_head._parameters, "weight", narrow)
     ids = prompt(9, seed=11)
     (text,), rounds = rounds_of(target, mtp, {"inputs": ids, "max_new_tokens": 60})
     anchors = torch.tensor([[anchor for anchor, *_ in rounds]])
@@ -215,12 +216,12 @@ def markov(make_target, make_mtp):
 
 
 def test_sampled_tokens_have_the_targets_distribution(markov):
-    assert markov.p_value(5_000) > 0.001
+    assert markov.p_value(3_000) > 0.001
 
 
 def test_drafts_chosen_greedily_but_verified_as_samples_are_seen(markov, monkeypatch):
     monkeypatch.setattr(MtpCandidateGenerator, "_pick", lambda self, logits: logits.argmax(-1, keepdim=True))
-    assert markov.p_value(2_500) < 1e-6
+    assert markov.p_value(1_500) < 1e-6
 
 
 @pytest.mark.parametrize("found", [0, -1])
