@@ -19,6 +19,7 @@ from .. import modeling_hyperdflash  # noqa: F401  (registers the drafter and in
 from ..baselines import modeling_mtp  # noqa: F401  (registers the MTP module)
 from ..trainer.regeneration.arguments import RegenerateArguments
 from ..trainer.regeneration.prompts import PromptRenderer
+from ..utils.chat import add_chat_template
 from ..utils.devices import choose_device
 from ..utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
 from ..utils.folders import check_model_kind
@@ -244,6 +245,7 @@ def _make_renderer(args: EvalArguments) -> PromptRenderer:
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template is not None:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    add_chat_template(tokenizer, args.target, trust_remote_code=args.trust_remote_code)
     if not tokenizer.chat_template:
         raise ValueError(f"chat_template: found none in the tokenizer of {args.target!r}, wanted a file with one")
     options = RegenerateArguments(target=args.target, data="", output="", thinking_variable=args.thinking_variable)

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hyperdflash import cli
+from hyperdflash.evaluation.arguments import MODES, EvalArguments
+from hyperdflash.evaluation.runner import _make_renderer
 from hyperdflash.trainer.doctor.prompts import read_prompt
 from hyperdflash.utils.chat import MARKS, TEMPLATES, add_chat_template
 
@@ -125,3 +127,13 @@ def test_generate_adds_it_unless_the_prompt_is_raw(tokenizer, make_target, tmp_p
         _, found, _ = cli.load_pair(str(tmp_path), None, cli.GenerateArguments(prompt="Why?", raw=True))
     assert found.chat_template is None
     assert read_prompt({"messages": [QUESTION, THOUGHT]}, tokenizer).problem is None
+
+
+def test_eval_adds_it_and_keeps_one_that_is_given(target_folder, tmp_path):
+    args = EvalArguments(output="x", target=str(target_folder), systems=["target"], tasks=["gsm8k"], modes=list(MODES))
+    with pytest.warns(UserWarning, match="has no chat template"):
+        renderer = _make_renderer(args)
+    assert renderer.thinking_variable == "thinking"
+    (tmp_path / "own.jinja").write_text("{{ bos_token }}{{ enable_thinking }}")
+    args.chat_template = str(tmp_path / "own.jinja")
+    assert _make_renderer(args).thinking_variable == "enable_thinking"
