@@ -800,6 +800,7 @@ def stock_methods():
 
 def load_copy(name):
     """Another copy of the file, as a checkpoint folder brings it along."""
+    name = f"{generation_hyperdflash.__package__}.{name}"  # beside its siblings, which it imports
     spec = importlib.util.spec_from_file_location(name, generation_hyperdflash.__file__)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
