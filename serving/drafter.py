@@ -1,0 +1,170 @@
+"""The HyperDFlash drafter in vLLM: its DFlash layers, and the reducer in place of the dense `fc`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_dflash import (
+    DFlashQwen3DecoderLayer,
+    DFlashQwen3ForCausalLM,
+    DFlashQwen3Model,
+)
+
+from .layout import check_fit
+
+LAYER_WEIGHTS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "mlp.down_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "self_attn.k_norm",
+    "self_attn.k_proj",
+    "self_attn.o_proj",
+    "self_attn.q_norm",
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+)
+
+
+def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS normalisation without a weight over the last dimension, in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+class HcGateReducer(nn.Module):
+    """The gates of `hc_head` (paper, section 2.2, equation 1), float32 as in training.
+
+        alpha = sigmoid(scale * W rms(vec(H)) + base) + eps;  y = sum_j alpha_j norm(H)_j
+
+    Tensor parallel: replicated, 65,541 parameters for DeepSeek-V4-Flash; the residual is whole on every rank.
+    """
+
+    def __init__(self, fields: dict[str, Any], width: int, norm_eps: float):
+        super().__init__()
+        self.paths, self.width, self.path_norm = fields["hc_mult"], width, fields["path_norm"]
+        self.input_eps, self.gate_eps, self.norm_eps = fields["target_rms_norm_eps"], fields["hc_eps"], norm_eps
+        self.hc_fn = _parameter(self.paths, self.paths * width, dtype=torch.float32)
+        self.hc_base = _parameter(self.paths, dtype=torch.float32)
+        self.hc_scale = _parameter(1, dtype=torch.float32)
+        normed = self.path_norm != "none"
+        self.path_norm_weight = _parameter(self.paths, width, dtype=torch.float32) if normed else None
+
+    def gates(self, streams: torch.Tensor) -> torch.Tensor:
+        """`streams` `[tokens, m, d]` -> gates `[tokens, m]`, float32."""
+        mixes = F.linear(rms(streams.flatten(1), self.input_eps), self.hc_fn)
+        return torch.sigmoid(mixes * self.hc_scale + self.hc_base) + self.gate_eps
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` `[tokens, m * d]` -> `[tokens, d]`, in its dtype."""
+        streams = residual.view(-1, self.paths, self.width)  # [tokens, m, d]
+        if self.path_norm == "none":
+            values, gates = streams, self.gates(streams)
+        else:
+            values = rms(streams, self.norm_eps) * self.path_norm_weight
+            gates = self.gates(values if self.path_norm == "pre_gate" else streams)
+        return (gates.unsqueeze(-1) * values).sum(1).to(residual.dtype)
+
+
+class FcReducer(nn.Module):
+    """One dense projection of the flattened, or averaged, streams; replicated as the gates are."""
+
+    def __init__(self, fields: dict[str, Any], width: int, norm_eps: float):
+        super().__init__()
+        self.paths, self.mean_over_streams = fields["hc_mult"], fields["stream_pooling"] == "mean"
+        paths = 1 if self.mean_over_streams else self.paths
+        self.fc = nn.Linear(paths * fields["target_hidden_size"], width, bias=False)
+        self.fc.requires_grad_(False)
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` `[tokens, m * d]` -> `[tokens, d]`."""
+        if self.mean_over_streams:
+            residual = residual.view(len(residual), self.paths, -1).mean(1)
+        return self.fc(residual)
+
+
+REDUCER_CLASSES = {"hc_gate": HcGateReducer, "fc": FcReducer}
+
+
+class HyperDFlashDecoderLayer(DFlashQwen3DecoderLayer):
+    """vLLM's layer with two settings that are the target's and not the drafter's taken back.
+
+    vLLM has one cache configuration for both models. DeepSeek-V4 leaves in it its own 128-token window, which a layer
+    without one falls back to, and its packed cache type `fp8_ds_mla`, which an ordinary layer takes for fp8 without
+    scales. Neither is warned about, and both cost accepted drafts.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *, cache_config=None, **kwargs: Any):
+        if cache_config is not None:
+            cache_config = copy.copy(cache_config)
+            cache_config.sliding_window = None
+            chosen = vllm_config.speculative_config.kv_cache_dtype
+            cache_config.cache_dtype = "auto" if chosen is None else chosen
+        super().__init__(vllm_config, cache_config=cache_config, **kwargs)
+
+
+class HyperDFlashModel(DFlashQwen3Model):
+    """vLLM's DFlash body behind the reducer."""
+
+    decoder_layer_cls = HyperDFlashDecoderLayer
+
+    def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
+        del self.fc
+        fields = self.config.dflash_config
+        reducer_class = REDUCER_CLASSES[fields["reducer"]]
+        self.reducer = reducer_class(fields, self.config.hidden_size, self.config.rms_norm_eps)
+
+
+class HyperDFlashForCausalLM(DFlashQwen3ForCausalLM):
+    """A HyperDFlash drafter. Embedding and LM head are the target's.
+
+    Pipeline parallel: vLLM builds a drafter on the last rank only, beside the residual that it reads.
+    """
+
+    model_cls = HyperDFlashModel
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        speculation = vllm_config.speculative_config
+        # The target's class has asked before, if it is ours
+        check_fit(
+            speculation.draft_model_config.hf_config,
+            speculation.target_model_config.hf_config,
+            speculation.num_speculative_tokens,
+        )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The residual `[tokens, m * d]` -> the drafter's context `[tokens, d]`, before `hidden_norm`."""
+        return self.model.reducer(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads a drafter whose tensors are named as `save_pretrained` names them.
+
+        Raises:
+            ValueError: a tensor too few or too many. vLLM does not ask whether a drafter is whole.
+        """
+        weights = list(weights)
+        found = {name for name, _ in weights}
+        wanted = {"norm.weight", "hidden_norm.weight"}
+        wanted |= {f"reducer.{name}" for name, _ in self.model.reducer.named_parameters()}
+        layers = range(self.config.num_hidden_layers)
+        wanted |= {f"layers.{layer}.{name}.weight" for layer in layers for name in LAYER_WEIGHTS}
+        if found != wanted:
+            few, many = ", ".join(sorted(wanted - found)[:3]), ", ".join(sorted(found - wanted)[:3])
+            raise ValueError(f"drafter: weights: missing {few or 'none'}; unknown {many or 'none'}")
+        super().load_weights(weights)
+
+
+__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashForCausalLM"]
