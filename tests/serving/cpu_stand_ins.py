@@ -5,14 +5,15 @@
 3. The CPU attention backend names one cache layout, DeepSeek-V4's backends name others, and one has to be common.
 4. Per-request floats (temperature, top-p) are expanded into a copy that is dropped: with drafts, sampling reads memory
    that nobody wrote. Greedy decoding does not look at it.
+5. A sampled request with a `seed` whose prompt comes in chunks ends the engine: the generator of a CPU has no offset to
+   set back. Here it is not set back, so that such a request's tokens depend on how its prompt was cut.
 
-vLLM loads `register` as a plugin, so that it runs in every process. HYPERDFLASH_TEST_WITHOUT names stand-ins to leave
-out, separated by commas: the tests show with it that they are needed.
+vLLM loads `register` as a plugin, so that it runs in every process.
 """
 
-import os
-
 import torch
+
+broken_expand = False  # the tests set it for a while, to show that stand-in 4 is needed
 
 
 def map_tokens_to_requests(query_start_loc, output, num_reqs, num_mapped, num_tokens, **_):
@@ -153,20 +154,32 @@ def expand(output_ptr, input_ptr, cu_num_tokens_ptr, replace_from, replace_to, M
 def keep_expanded_values():
     from vllm.utils import cpu_triton_utils
 
+    vllms_own = cpu_triton_utils._expand_kernel_impl
+
+    def chosen(*args, **kwargs):
+        return (vllms_own if broken_expand else expand)(*args, **kwargs)
+
     # vLLM registers its own version after plugins have run: what that registration looks up is replaced
-    cpu_triton_utils._expand_kernel_impl = expand
+    cpu_triton_utils._expand_kernel_impl = chosen
 
 
-STAND_INS = {
-    "kernels": register_metadata_kernels,
-    "tile_schedule": complete_tile_schedule,
-    "layout": share_a_cache_layout,
-    "expand": keep_expanded_values,
-}
+class ForwardGenerator(torch.Generator):
+    """A generator that says it has been set back and goes on."""
+
+    def get_offset(self):
+        return 0
+
+    def set_offset(self, offset):
+        pass
+
+
+def go_on_with_seeds():
+    torch.Generator = ForwardGenerator
 
 
 def register():
-    left_out = os.environ.get("HYPERDFLASH_TEST_WITHOUT", "").split(",")
-    for name, install in STAND_INS.items():
-        if name not in left_out:
-            install()
+    register_metadata_kernels()
+    complete_tile_schedule()
+    share_a_cache_layout()
+    keep_expanded_values()
+    go_on_with_seeds()
