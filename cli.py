@@ -385,6 +385,17 @@ def run_eval(argv: list[str]) -> int:
     return 0
 
 
+def run_bench_serve(argv: list[str]) -> int:
+    from .serving.arguments import BenchServeArguments
+    from .serving.bench import run_bench_serve
+    from .serving.report import markdown_report
+
+    (args,) = parse("bench-serve", argv, BenchServeArguments)
+    report = run_bench_serve(args)
+    print(json.dumps(report, indent=2) if args.json else markdown_report(report))
+    return 0
+
+
 def run_doctor(argv: list[str]) -> int:
     from .trainer import DoctorArguments, run_doctor
 
@@ -417,6 +428,7 @@ def print_diagnosis(report: dict[str, Any]) -> None:
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "bench-serve": (run_bench_serve, "Measure target-only, vanilla DFlash and HyperDFlash behind a vLLM server."),
     "doctor": (run_doctor, "Say whether a drafter decodes as it was trained, and what is wrong if not."),
     "demo": (run_demo, "Run the embedded pair on built-in prompts and compare with target-only decoding."),
     "eval": (run_eval, "Compare systems on benchmark tasks: the paper's tables and figures."),
@@ -441,7 +453,7 @@ BAD_INPUT_ERRORS = {
 
 
 def usage() -> str:
-    lines = [f"  {verb:<10} {text}" for verb, (_, text) in VERBS.items()]
+    lines = [f"  {verb:<11} {text}" for verb, (_, text) in VERBS.items()]
     return "\n".join(
         ["usage: hyperdflash VERB [--config file.yaml] [options]", "", *lines, "", "hyperdflash VERB --help"]
     )

@@ -1,7 +1,7 @@
 """HyperDFlash drafters in vLLM: a plugin, loaded by vLLM itself through the entry point `vllm.general_plugins`.
 
-Nothing here imports the package's modeling code: vLLM pins a transformers release of its own, which need not be the one
-that the modeling code is written for.
+Nothing here imports the package's modeling code: vLLM pins a transformers release of its own, which need not be the
+one that the modeling code is written for.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def serving_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "block_size" not in fields:
         missing.append("block_size")
     if missing:
-        raise ValueError(f"drafter: dflash_config: found no {', '.join(missing)}, wanted what the drafter was trained with")
+        raise ValueError(
+            f"drafter: dflash_config: found no {', '.join(missing)}, wanted what the drafter was trained with"
+        )
     # Blocks are bidirectional inside, in sliding layers too, where vLLM would take them for causal
     inner |= {"target_hidden_source": PRE_HC_HEAD, "causal": False, "use_aux_hidden_state": True}
     for name in TRAINING_FIELDS:
@@ -71,11 +73,13 @@ def check_fit(drafter: Any, target: Any, num_speculative_tokens: int) -> None:
     inner = drafter.dflash_config
     streams = getattr(target, "hc_mult", None)
     if streams is None:
-        raise ValueError(f"target: found model_type {target.model_type!r}, wanted one with residual streams: deepseek_v4")
+        raise ValueError(
+            f"target: found model_type {target.model_type!r}, wanted one with residual streams: deepseek_v4"
+        )
     if num_speculative_tokens != drafter.block_size - 1:
         raise ValueError(
-            f"num_speculative_tokens: found {num_speculative_tokens}, wanted {drafter.block_size - 1}: the drafter was "
-            f"trained on blocks of {drafter.block_size} slots, the first of which holds the last token known"
+            f"num_speculative_tokens: found {num_speculative_tokens}, wanted {drafter.block_size - 1}: the drafter "
+            f"was trained on blocks of {drafter.block_size} slots, the first of which holds the last token known"
         )
     for name, found, wanted in (
         ("target_model_type", inner["target_model_type"], target.model_type),

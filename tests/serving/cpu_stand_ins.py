@@ -3,10 +3,10 @@
 1. Six small Triton kernels that make metadata have no CPU version (there is no Triton for CPUs on PyPI).
 2. A metadata builder leaves out keys that its caller reads.
 3. The CPU attention backend names one cache layout, DeepSeek-V4's backends name others, and one has to be common.
-4. Per-request floats (temperature, top-p) are expanded into a copy that is dropped: with drafts, sampling reads memory
-   that nobody wrote. Greedy decoding does not look at it.
-5. A sampled request with a `seed` whose prompt comes in chunks ends the engine: the generator of a CPU has no offset to
-   set back. Here it is not set back, so that such a request's tokens depend on how its prompt was cut.
+4. Per-request floats (temperature, top-p) are expanded into a copy that is dropped: with drafts, sampling reads
+   memory that nobody wrote. Greedy decoding does not look at it.
+5. A sampled request with a `seed` whose prompt comes in chunks ends the engine: the generator of a CPU has no offset
+   to set back. Here it is not set back, so that such a request's tokens depend on how its prompt was cut.
 
 vLLM loads `register` as a plugin, so that it runs in every process.
 """
@@ -25,7 +25,7 @@ def map_tokens_to_requests(query_start_loc, output, num_reqs, num_mapped, num_to
 
 
 def skip(*_, **__):
-    """For the two sliding-window kernels: the CPU attention works its window out anew and never reads what they write."""
+    """For the two sliding-window kernels: the CPU attention works its window out anew, and reads nothing of theirs."""
 
 
 def map_compressed_slots(
