@@ -48,7 +48,7 @@ def test_saved_and_exported_drafter_are_served_alike(saved, exported):
 
 
 def test_streams_stand_inside_and_blocks_are_bidirectional(saved):
-    """A top-level hc_mult makes vLLM's V2 runner widen its buffers; sliding layers without `causal` would be causal."""
+    """A top-level hc_mult makes vLLM's V2 runner widen its buffers; without `causal`, sliding layers are causal."""
     fields = serving_fields(saved)
     assert "hc_mult" in saved and "hc_mult" not in fields and "auto_map" not in fields
     assert fields["dflash_config"]["hc_mult"] == 4
