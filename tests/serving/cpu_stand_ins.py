@@ -7,6 +7,8 @@
    memory that nobody wrote. Greedy decoding does not look at it.
 5. A sampled request with a `seed` whose prompt comes in chunks ends the engine: the generator of a CPU has no offset
    to set back. Here it is not set back, so that such a request's tokens depend on how its prompt was cut.
+6. The keys of a DFlash drafter's context are normed for all layers in one call; the CPU's `rms_norm` takes the weights
+   of the first layer for all of them, without a word. A drafter with several layers loses accepted drafts by it.
 
 vLLM loads `register` as a plugin, so that it runs in every process.
 """
@@ -177,9 +179,19 @@ def go_on_with_seeds():
     torch.Generator = ForwardGenerator
 
 
+def norm_keys_by_layer():
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalize(self, all_k):  # [layers, tokens, key-value heads, head_dim]
+        return torch.stack([layer.self_attn.k_norm(k) for layer, k in zip(self.layers, all_k)])
+
+    DFlashQwen3Model._normalize_context_k = normalize
+
+
 def register():
     register_metadata_kernels()
     complete_tile_schedule()
     share_a_cache_layout()
     keep_expanded_values()
     go_on_with_seeds()
+    norm_keys_by_layer()
