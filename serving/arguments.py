@@ -16,7 +16,10 @@ class BenchServeArguments:
 
     target: str = field(metadata={"help": "Folder or Hub id of the target, in the form that vLLM reads."})
     prompts: str = field(
-        metadata={"help": "JSON lines (`.gz` may be) with `messages` or `prompt`; the last answer is left out."}
+        metadata={
+            "help": "JSON lines (`.gz` may be) with `messages`, `prompt` or `turns`; an answer at the end, and "
+            "turns behind the first, are left out."
+        }
     )
     output: str = field(metadata={"help": "Folder for results.json, results.md and, with matplotlib, results.png."})
     drafter: str | None = field(default=None, metadata={"help": "HyperDFlash drafter: a folder, exported or not."})
@@ -41,7 +44,10 @@ class BenchServeArguments:
     python: str | None = field(
         default=None, metadata={"help": "Python of the environment that has vLLM. Default: the one that runs this."}
     )
-    server_args: str = field(default="", metadata={"help": "More arguments of the server, as in a shell."})
+    server_args: str = field(
+        default="",
+        metadata={"help": 'More arguments of the server, as in a shell: --server_args="--max-model-len 4096".'},
+    )
     servers: list[str] | None = field(
         default=None,
         metadata={

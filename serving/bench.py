@@ -81,10 +81,11 @@ def read_prompts(args: BenchServeArguments) -> list[list[int]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            except (ValueError, KeyError, AttributeError):
+                first = row["prompt"] if "prompt" in row else row.get("turns", [None])[0]
+                messages = row.get("messages") or [{"role": "user", "content": str(first or row["messages"])}]
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError):
                 raise ValueError(
-                    f"prompts: line {number}: found {line[:80]!r}, wanted `messages` or `prompt`"
+                    f"prompts: line {number}: found {line[:80]!r}, wanted `messages`, `prompt` or `turns`"
                 ) from None
             if messages[-1]["role"] == "assistant":
                 messages = messages[:-1]

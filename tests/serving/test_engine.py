@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 CHUNK = 128  # tokens of a prompt that the engine takes at a time: longer prompts are chunked
-NEAR_TIE = 0.15  # nats. bfloat16 logits around 16 are 0.125 apart
+NEAR_TIE = 0.15  # logits around 16 are 0.125 apart in bfloat16
 SAMPLES = 300
 
 
@@ -105,17 +105,23 @@ def reference_logits(states, anchor, token):
 
 
 def test_drafts_equal_those_of_the_transformers_drafter(engines, prompts):
-    """Short and long prompts, chunked, and behind a prefix that came out of the cache."""
+    """Short and long prompts, chunked, and behind a prefix that came out of the cache.
+
+    The engine drafts in bfloat16, the reference in float32: where two tokens tie, at most 1 % of the drafts may differ.
+    """
     _, drafted, states = engines
-    drafts = 0
+    drafts = differing = 0
     for index in range(4):
         batch = drafted["batches"][index]
         assert len(batch["rounds"]) > 5
         for step in batch["rounds"]:
             logits = reference_logits(states[str(index)], step["anchor"], step["token"])
-            assert step["drafts"] == logits.argmax(-1).tolist(), (index, step["anchor"])
-            drafts += len(step["drafts"])
-    assert drafts >= 250
+            for slot, token in zip(logits, step["drafts"]):
+                drafts += 1
+                if token != slot.argmax():
+                    differing += 1
+                    assert slot.max() - slot[token] < NEAR_TIE, (index, step["anchor"])
+    assert drafts >= 250 and differing <= drafts // 100
     assert len(prompts["short"][1]) < 128 < len(prompts["long"]) < 2 * CHUNK < len(prompts["longest"])
     assert drafted["batches"][2]["results"][0]["cached_tokens"] < 128
     assert drafted["batches"][3]["results"][0]["cached_tokens"] >= 256
