@@ -107,7 +107,7 @@ def reference_logits(states, anchor, token):
 def test_drafts_equal_those_of_the_transformers_drafter(engines, prompts):
     """Short and long prompts, chunked, and behind a prefix that came out of the cache.
 
-    The engine drafts in bfloat16, the reference in float32: where two tokens tie, at most 1 % of the drafts may differ.
+    The engine drafts in bfloat16, the reference in float32: where tokens tie, at most 1 % of the drafts may differ.
     """
     _, drafted, states = engines
     drafts = differing = 0
