@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,6 +39,8 @@ class Server:
                 raise ValueError(f"port: found {self.port} in use, wanted a free one")
         descriptor, self.log = tempfile.mkstemp(prefix="bench-serve-", suffix=".log")
         os.close(descriptor)
+        # Whoever ends this process ends its server too
+        self.old_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self._start()
         try:
             self._wait()
@@ -48,6 +51,7 @@ class Server:
 
     def __exit__(self, *_) -> None:
         self._stop(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, self.old_handler)
         os.unlink(self.log)
 
     async def watch(self) -> None:
