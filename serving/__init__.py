@@ -63,6 +63,7 @@ def register() -> None:
     ModelRegistry.register_model("DeepseekV4ForCausalLM", f"{__name__}.target:HyperDFlashDeepseekV4ForCausalLM")
     for architecture in DRAFTER_ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}.drafter:HyperDFlashForCausalLM")
+    ModelRegistry.register_model("DFlashDraftModel", f"{__name__}.drafter:VanillaDFlashForCausalLM")
 
 
 __all__ = ["TESTED_VLLM", "register", "version_complaint"]

@@ -97,7 +97,7 @@ class FcReducer(nn.Module):
 REDUCER_CLASSES = {"hc_gate": HcGateReducer, "fc": FcReducer}
 
 
-class HyperDFlashDecoderLayer(DFlashQwen3DecoderLayer):
+class OwnCacheDecoderLayer(DFlashQwen3DecoderLayer):
     """vLLM's layer with two settings that are the target's and not the drafter's taken back.
 
     vLLM has one cache configuration for both models. DeepSeek-V4 leaves in it its own 128-token window, which a layer
@@ -117,7 +117,7 @@ class HyperDFlashDecoderLayer(DFlashQwen3DecoderLayer):
 class HyperDFlashModel(DFlashQwen3Model):
     """vLLM's DFlash body behind the reducer."""
 
-    decoder_layer_cls = HyperDFlashDecoderLayer
+    decoder_layer_cls = OwnCacheDecoderLayer
 
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
@@ -167,4 +167,31 @@ class HyperDFlashForCausalLM(DFlashQwen3ForCausalLM):
         super().load_weights(weights)
 
 
-__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashForCausalLM"]
+class VanillaDFlashModel(DFlashQwen3Model):
+    """vLLM's DFlash body, with the drafter's own cache settings."""
+
+    decoder_layer_cls = OwnCacheDecoderLayer
+
+
+class VanillaDFlashForCausalLM(DFlashQwen3ForCausalLM):
+    """vLLM's own DFlash drafter, over states averaged over the streams: the baseline of the paper.
+
+    Beside a target with residual streams its layers would take over the target's window and cache type as well. Its
+    export names a window as long as the longest sequence, for vLLM without this plugin; here that is no window, as
+    vLLM's V1 runner puts windowed layers of a drafter into several cache groups and then refuses them. Beside other
+    targets this is vLLM's class as it is.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        speculation = vllm_config.speculative_config
+        self.model_cls = DFlashQwen3Model
+        if hasattr(speculation.target_model_config.hf_config, "hc_mult"):
+            self.model_cls = VanillaDFlashModel
+            config = speculation.draft_model_config.hf_config
+            window = getattr(config, "sliding_window", None)
+            if window is not None and window >= config.max_position_embeddings:
+                config.layer_types = ["full_attention"] * config.num_hidden_layers
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashForCausalLM", "VanillaDFlashForCausalLM"]

@@ -86,6 +86,20 @@ def exported(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def exported_vanilla(tmp_path_factory):
+    """A random vanilla DFlash drafter for the embedded target, as vLLM's own `dflash` reads it."""
+    from hyperdflash.conversion import ExportArguments, InitArguments, run_export, run_init
+
+    folder = tmp_path_factory.mktemp("vanilla")
+    shape = {"num_hidden_layers": 2, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
+    source = {"context_source": "multi_layer", "reducer": "fc", "stream_pooling": "mean", "dtype": "bfloat16"}
+    target = str(ROOT / "checkpoints" / "tiny-target")
+    run_init(InitArguments(target=target, output=str(folder / "fresh"), head_dim=64, **shape, **source))
+    run_export(ExportArguments(model=str(folder / "fresh"), to="dflash", output=str(folder / "drafter")))
+    return folder / "drafter"
+
+
 class EngineRun:
     """An engine at work in a process of its own; `report` waits for it."""
 

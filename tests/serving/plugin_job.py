@@ -86,7 +86,12 @@ facts = {
     },
     "architectures": {
         name: ModelRegistry.models[name].load_model_cls().__name__
-        for name in ("DeepseekV4ForCausalLM", "DFlashHyperDFlashDraftModel", "DFlashHyperDFlashModel")
+        for name in (
+            "DeepseekV4ForCausalLM",
+            "DFlashHyperDFlashDraftModel",
+            "DFlashHyperDFlashModel",
+            "DFlashDraftModel",
+        )
     },
 }
 stub = SimpleNamespace(

@@ -149,6 +149,18 @@ def test_traps_of_the_shared_settings(engines):
     assert len(engines[1]["drafter_layers"]) == 3
 
 
+def test_vanilla_dflash_is_served_without_the_targets_settings(prompts, exported, exported_vanilla, start_engine):
+    speculation = {"method": "dflash", "model": str(exported_vanilla), "num_speculative_tokens": 6}
+    engine = {"model": str(exported / "target"), "max_model_len": 512, "max_num_seqs": 4}
+    requests = [greedy(prompts["long"], 8)]
+    job = {"engine": engine | {"speculative_config": speculation}, "requests": [{"requests": requests}]}
+    report = start_engine(job).report()
+    for layer in report["drafter_layers"]:
+        assert layer == {"window": None, "cache_dtype": "auto", "stored": "torch.bfloat16", "causal": False}
+    assert report["batches"][0]["counters"]["num_drafts"] > 0
+    assert len(report["batches"][0]["results"][0]["token_ids"]) == 8
+
+
 def sampled_shares(alone, batch):
     """(expected, found) probabilities of the second token, given that the first is the likeliest.
 

@@ -23,6 +23,7 @@ def test_vllm_finds_the_plugin_by_its_entry_point(facts):
         "DeepseekV4ForCausalLM": "HyperDFlashDeepseekV4ForCausalLM",
         "DFlashHyperDFlashDraftModel": "HyperDFlashForCausalLM",
         "DFlashHyperDFlashModel": "HyperDFlashForCausalLM",
+        "DFlashDraftModel": "VanillaDFlashForCausalLM",
     }
 
 
