@@ -156,7 +156,7 @@ def load_pair(target: str, drafter: str | None, args: DecodingArguments):
     from .baselines import modeling_mtp  # noqa: F401  (the same for the MTP module)
     from .utils.chat import add_chat_template
     from .utils.devices import choose_device
-    from .utils.folders import check_model_kind
+    from .utils.models import check_model_kind
 
     for name, path in (("target", target), ("drafter", drafter)):
         if path is not None:

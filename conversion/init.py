@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..utils.folders import check_output_folder, check_spares_target, resumed_folder
+from ..utils.folders import check_output_folder, resumed_folder
+from ..utils.models import check_spares_target
 from ..utils.provenance import collect_provenance, write_provenance
 from .arguments import InitArguments
 from .extract import copy_tensors, copy_tokenizer, plan_head, plan_mtp

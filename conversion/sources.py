@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
@@ -31,16 +32,50 @@ CONNECTION_TRIES = 5  # in a row, without a byte
 FIRST_WAIT, LONGEST_WAIT = 1.0, 8.0  # seconds before the next try
 
 
-class LocalFolder:
-    """Files in a folder.
+class Source(ABC):
+    """Files that are read by byte ranges.
 
     Attributes:
-        commit: `None`.
+        commit: of a repository on the Hub; `None` for a folder.
         first_read: bytes worth asking for at the beginning of a safetensors file.
         bytes_read: so far.
     """
 
     commit: str | None = None
+    first_read: int
+    bytes_read: int
+
+    @abstractmethod
+    def path(self, name: str) -> PurePath:
+        """The file as it is named in messages."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """All files, sorted; of a folder what else lies in it, too."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a file `name`."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of the file `name`."""
+
+    @abstractmethod
+    def stream(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """Bytes `start` to `end` of a file, in blocks; fewer where it ends before."""
+
+    def read(self, name: str, start: int, end: int) -> bytearray:
+        """The same in one piece."""
+        data = bytearray()
+        for block in self.stream(name, start, end):
+            data += block
+        return data
+
+
+class LocalFolder(Source):
+    """Files in a folder."""
+
     first_read = 8
 
     def __init__(self, folder: str | os.PathLike):
@@ -51,29 +86,18 @@ class LocalFolder:
         return str(self.folder)
 
     def path(self, name: str) -> PurePath:
-        """The file as it is named in messages."""
         return self.folder / name
 
     def names(self) -> list[str]:
-        """All files and folders, sorted."""
         return sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
 
     def has(self, name: str) -> bool:
         return (self.folder / name).is_file()
 
     def size(self, name: str) -> int:
-        """Bytes of the file `name`."""
         return (self.folder / name).stat().st_size
 
-    def read(self, name: str, start: int, end: int) -> bytearray:
-        """Bytes `start` to `end` of a file; fewer where it ends before."""
-        data = bytearray()
-        for block in self.stream(name, start, end):
-            data += block
-        return data
-
     def stream(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """The same in blocks."""
         with open(self.folder / name, "rb", buffering=0) as file:
             file.seek(start)
             while start < end and (block := file.read(min(end - start, BLOCK_BYTES))):
@@ -82,8 +106,8 @@ class LocalFolder:
                 yield block
 
 
-class HubRepository:
-    """Files of a model repository at one commit. See [`LocalFolder`] for what it can do.
+class HubRepository(Source):
+    """Files of a model repository at one commit.
 
     Args:
         repo_id: such as `deepseek-ai/DeepSeek-V4-Flash`.
@@ -130,14 +154,8 @@ class HubRepository:
             raise OSError(f"{self.path(name)}: found no size of it in {self._endpoint()}'s answer, wanted one")
         return size
 
-    def read(self, name: str, start: int, end: int) -> bytearray:
-        data = bytearray()
-        for block in self.stream(name, start, end):
-            data += block
-        return data
-
     def stream(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """Bytes `start` to `end` in blocks; a connection that breaks is taken up again where it broke."""
+        """See [`Source`]; a connection that breaks is taken up again where it broke."""
         url = hf_hub_url(self.repo_id, name, revision=self.commit)
         end = min(end, self.size(name))
         failures = 0
@@ -217,16 +235,13 @@ class HubRepository:
             ) from None
 
 
-Source = LocalFolder | HubRepository
-
-
 def open_source(target: str | os.PathLike | Source, revision: str | None = None) -> Source:
     """The folder `target`, or else the Hub repository of that name at `revision`. A source is returned as it is.
 
     Raises:
         FileNotFoundError: what reads like a folder is none. See also [`HubRepository`].
     """
-    if isinstance(target, LocalFolder | HubRepository):
+    if isinstance(target, Source):
         return target
     if Path(target).is_dir():
         return LocalFolder(target)

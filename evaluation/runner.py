@@ -22,7 +22,7 @@ from ..trainer.regeneration.prompts import PromptRenderer
 from ..utils.chat import add_chat_template
 from ..utils.devices import choose_device
 from ..utils.fingerprints import checkpoint_fingerprints, text_fingerprint, tokenizer_fingerprint
-from ..utils.folders import check_model_kind
+from ..utils.models import check_model_kind
 from ..utils.provenance import collect_provenance
 from .arguments import MODES, EvalArguments
 from .records import RecordFile, read_records

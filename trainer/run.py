@@ -24,7 +24,7 @@ from ..configuration_hyperdflash import MTP_MODEL_TYPE
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.chat import add_chat_template
-from ..utils.folders import check_model_kind, check_spares_target
+from ..utils.models import check_model_kind, check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments

@@ -25,11 +25,12 @@ def test_front_matter_is_what_the_hubs_own_class_reads(pair, results):
     )
     card = build_card(args, "somebody/drafter")
     data = ModelCard(str(card)).data
-    assert (data.base_model, data.base_model_relation, data.library_name) == (
-        "somebody/target",
-        "adapter",
-        "transformers",
-    )
+    wanted = {
+        "base_model": "somebody/target",
+        "base_model_relation": "adapter",
+        "library_name": "transformers",
+    }
+    assert data.to_dict() | wanted == data.to_dict()
     assert (data.pipeline_tag, data.license, data.datasets) == ("text-generation", "apache-2.0", ["somebody/answers"])
     assert data.tags == ["hyperdflash", "dflash", "speculative-decoding"]
     written = yaml.safe_load(str(card).split("---")[1])

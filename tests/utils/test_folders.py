@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hyperdflash.utils.folders import check_model_kind, check_model_path
+from hyperdflash.utils.folders import check_model_path
+from hyperdflash.utils.models import check_model_kind
 
 
 @pytest.mark.parametrize("model", ["./there/model", "there/model", "org/model", "model", "somewhere/model"])

@@ -18,7 +18,7 @@ from ...configuration_hyperdflash import HyperDFlashConfig
 from ...generation_hyperdflash import check_drafter_fits
 from ...utils.chat import add_chat_template
 from ...utils.devices import choose_device
-from ...utils.folders import check_model_kind
+from ...utils.models import check_model_kind
 from ...utils.provenance import PROVENANCE_FILE, file_fingerprints
 from ..run import load_rows
 from .arguments import DoctorArguments

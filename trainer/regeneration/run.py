@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from ...utils.chat import add_chat_template
 from ...utils.devices import choose_device
 from ...utils.fingerprints import checkpoint_fingerprints, hub_commit, text_fingerprint, tokenizer_fingerprint
-from ...utils.folders import check_model_kind, check_model_path
+from ...utils.folders import check_model_path
+from ...utils.models import check_model_kind
 from ...utils.provenance import collect_provenance, file_fingerprints
 from .. import shared_key_attention  # noqa: F401  (registers the attention of that name)
 from ..run import data_files, read_rows
