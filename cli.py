@@ -442,6 +442,13 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 }
 
 
+# How a verb that was stopped goes on
+GOES_ON = {
+    "train": "; --resume_from_checkpoint true goes on from the last checkpoint",
+    "regenerate": "; the same command goes on",
+    "eval": "; the same command goes on",
+}
+
 # What libraries raise for bad files and is neither a ValueError nor an OSError; by name, so that none need be imported
 BAD_INPUT_ERRORS = {
     "ParserError",  # yaml
@@ -473,10 +480,14 @@ def main(argv: list[str] | None = None) -> int:
         print(__version__)
         return 0
     if verb not in VERBS:
-        print(f"hyperdflash: verb: found {verb!r}, wanted one of {', '.join(VERBS)}", file=sys.stderr)
+        near = get_close_matches(verb, VERBS, n=1) or [f"one of {', '.join(VERBS)}"]
+        print(f"hyperdflash: verb: found {verb!r}, wanted {near[0]}", file=sys.stderr)
         return 2
     try:
         return VERBS[verb][0](rest)
+    except KeyboardInterrupt:
+        print(f"hyperdflash {verb}: stopped{GOES_ON.get(verb, '')}", file=sys.stderr)
+        return 130
     except Exception as error:
         if not isinstance(error, (ValueError, OSError)) and type(error).__name__ not in BAD_INPUT_ERRORS:
             raise

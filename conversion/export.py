@@ -46,9 +46,13 @@ def run_export(args: ExportArguments, command: Sequence[str] | None = None) -> d
     if final == source.resolve() or final in source.resolve().parents or source.resolve() in final.parents:
         raise ValueError(f"output: found {args.output!r}, wanted a folder apart from the model, {args.model!r}")
     kind = kind_of(source)
-    layouts = {"drafter": ("vllm", "dflash"), "exported drafter": ("transformers",)}
-    if args.to not in layouts.get(kind, ("deepseek", "transformers")):
-        raise ValueError(f"to: found {args.to!r}, wanted one of {layouts.get(kind)} for {args.model!r}, a {kind}")
+    layouts = {"drafter": ("vllm", "dflash"), "exported drafter": ("transformers",)}.get(
+        kind, ("deepseek", "transformers")
+    )
+    if args.to not in layouts:
+        raise ValueError(
+            f"to: found {args.to!r}, wanted {' or '.join(map(repr, layouts))} for {args.model!r}, a {kind}"
+        )
 
     name = folder_name(args.model) if Path(args.model).is_dir() else args.model
     record = collect_provenance(

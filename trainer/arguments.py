@@ -116,6 +116,9 @@ class HyperDFlashTrainingArguments(SFTConfig):
             template is None or Path(template).is_file() and template.endswith((".jinja", ".j2")),
             "a .jinja or .j2 file: the template of a tokenizer would bring tokens that the target does not have",
         )
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            rule = "False: an evaluation would round the drafter, its float32 gates too, before it is saved"
+            self._require(name, not getattr(self, name), rule)
         self._require("label_smoothing_factor", self.label_smoothing_factor == 0, "0: the drafter has its own loss")
 
     @property

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainingArguments
 from transformers.trainer_utils import sort_checkpoints
 
 from ..utils.provenance import PROVENANCE_FILE
@@ -36,6 +37,29 @@ FREE_OPTIONS = frozenset(
     """.split()
 )
 FREE_PREFIXES = ("eval_", "hub_", "log_", "logging_", "save_", "trackio_")
+
+
+def check_goes_on(training_args: TrainingArguments) -> None:
+    """Refuses to write a new run over the checkpoints of an earlier one, unless `resume_from_checkpoint` is given.
+
+    Raises:
+        ValueError: there is a whole checkpoint in `output_dir`, and nothing says what is to become of it.
+    """
+    output = training_args.output_dir
+    if training_args.resume_from_checkpoint is None and last_whole_checkpoint(output) is not None:
+        raise ValueError(
+            f"output_dir: found checkpoints of an earlier run in {output!r}, wanted --resume_from_checkpoint true to "
+            "go on with it, false to begin afresh, or another folder"
+        )
+
+
+def metrics_of_finished(checkpoint: str | os.PathLike, output: str | os.PathLike) -> dict[str, Any] | None:
+    """The recorded metrics of the run in `output`, if `checkpoint` is its last step and it was written to its end."""
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_bytes())
+    record = Path(output) / PROVENANCE_FILE
+    if state["global_step"] < state["max_steps"] or not record.is_file():
+        return None
+    return json.loads(record.read_bytes()).get("metrics")
 
 
 def missing_part(checkpoint: str | os.PathLike) -> str | None:

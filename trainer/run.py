@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -24,12 +25,13 @@ from ..configuration_hyperdflash import MTP_MODEL_TYPE
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.chat import add_chat_template
+from ..utils.fingerprints import checkpoint_fingerprints, hub_commit
 from ..utils.models import check_model_kind, check_spares_target
 from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
 from .doctor.record import drafting_record
-from .resume import check_same_run, last_whole_checkpoint, missing_part
+from .resume import check_goes_on, check_same_run, last_whole_checkpoint, metrics_of_finished, missing_part
 from .state_cache import StateCache, state_manifest
 from .states import STATE_DTYPES, CachedTargetStates, LiveTargetStates, TargetStates
 from .target_modules import TargetModules, load_without_layers
@@ -39,7 +41,6 @@ ROW_FORMS = (
     ("input_ids", ("labels", "assistant_masks", "completion_mask")),
     ("messages", ("tools", "chat_template_kwargs")),
     ("prompt", ("completion", "tools", "chat_template_kwargs")),
-    ("text", ()),
 )
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -55,10 +56,10 @@ def data_files(data: str) -> list[str]:
         return []
     found = sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if _file_format(file))
     formats = {_file_format(file) for file in found}
-    if len(formats) != 1:
-        raise ValueError(
-            f"data: found {sorted(formats) or 'no rows'} in {data!r}, wanted JSON lines or parquet, not both"
-        )
+    if not formats:
+        raise ValueError(f"data: found no .jsonl, .json or .parquet file in {data!r}, wanted rows")
+    if len(formats) > 1:
+        raise ValueError(f"data: found {' and '.join(sorted(formats))} files in {data!r}, wanted one format")
     return [str(file) for file in found]
 
 
@@ -107,11 +108,11 @@ def _check_rows(rows: Dataset, data: str) -> None:
     """Refuses rows that cannot be supervised, naming the first."""
     columns = rows.column_names
     for index, row in enumerate(rows):
-        if "messages" in columns and not any(message["role"] == "assistant" for message in row["messages"]):
+        if "messages" in columns and not any(message["role"] == "assistant" for message in row["messages"] or ()):
             raise ValueError(f"data: row {index} of {data!r}: found messages without an assistant's, wanted one")
         for name in {"labels", "assistant_masks", "completion_mask"}.intersection(columns):
-            if "input_ids" in columns and len(row[name]) != len(row["input_ids"]):
-                found, wanted = len(row[name]), len(row["input_ids"])
+            if "input_ids" in columns and len(row[name] or ()) != len(row["input_ids"]):
+                found, wanted = len(row[name] or ()), len(row["input_ids"])
                 raise ValueError(f"data: row {index} of {data!r}: {name}: found {found} entries, wanted {wanted}")
 
 
@@ -127,6 +128,7 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     """
     check_spares_target(training_args.output_dir, script_args.target)
     check_output_kind(training_args.output_dir, script_args.use_peft and not script_args.merge_adapter)
+    check_goes_on(training_args)
     check_model_kind("drafter", script_args.drafter)
     check_model_kind("target", script_args.target, script_args.target_revision)
     train, held_out = load_rows(script_args.data, script_args.data_split), None
@@ -162,6 +164,14 @@ def run_train(script_args: TrainArguments, training_args: HyperDFlashTrainingArg
     if model_class is HyperDFlashModel:  # for `doctor`
         record["drafting"] = drafting_record(drafter.config, tokenizer)
     resume = _checkpoint_to_resume(training_args, record)
+    if resume is not None and (metrics := metrics_of_finished(resume, training_args.output_dir)) is not None:
+        warnings.warn(
+            f"The run in {training_args.output_dir!r} has come to its end before: nothing is trained. To train "
+            "longer, begin a new run with its drafter.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return metrics
     trainer.provenance = record | ({"resumed_from": Path(resume).name} if resume else {})
     if trainer.is_world_process_zero():
         Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -288,6 +298,10 @@ def _provenance(
     arguments = asdict(script_args)
     if script_args.states_cache is not None:  # where it lies says nothing, what it is of does
         arguments["states_cache"] = {"manifest_sha256": states.rows.manifest_sha256}
+    else:  # a manifest has them
+        arguments["target_files"] = checkpoint_fingerprints(script_args.target) or hub_commit(
+            script_args.target, script_args.target_revision
+        )
     rows = training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.world_size
     return collect_provenance(
         arguments=arguments,

@@ -274,7 +274,8 @@ class HyperDFlashTrainer(SFTTrainer):
             )
         if num_items_in_batch is not None:  # DDP averages the gradients over the ranks
             loss = loss * self.accelerator.num_processes
-        self._record(sums, states.context, inputs["attention_mask"])
+        seen = (anchors > 0).any(dim=1, keepdim=True)  # a row that only keeps its process company is not seen
+        self._record(sums, states.context, inputs["attention_mask"] * seen)
         return (loss, sums) if return_outputs else loss
 
     def _draft_hidden_states(
@@ -300,7 +301,6 @@ class HyperDFlashTrainer(SFTTrainer):
     def _record(self, sums: BlockSums, context: torch.Tensor, attention_mask: torch.LongTensor) -> None:
         if isinstance(self.model, FSDPModule):
             self.model.unshard()  # the reducer, in the group of the root, may have been sharded behind the forward
-        attention_mask = attention_mask * (sums.blocks[0] > 0)  # a row that only keeps its process company is not seen
         gates = self._gate_sums(context, attention_mask.sum(dim=1).tolist())
         window = LogWindow(sums, attention_mask.sum(), gates)
         mode = "train" if self.model.training else "eval"

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..configuration_hyperdflash import DRAFTER_TYPES
@@ -32,6 +33,10 @@ def check_model_kind(
         file = cached_file(model, CONFIG_NAME, revision=revision)
     except OSError as error:
         raise OSError(f"{name}: found no {CONFIG_NAME} of {model!r}, wanted one: {error}") from None
+    if file is None:  # a folder
+        checkpoints = sort_checkpoints(model)
+        hint = f", or its checkpoint {checkpoints[-1]!r}" if checkpoints else ""
+        raise FileNotFoundError(f"{name}: found no {CONFIG_NAME} in {model!r}, wanted a model's folder{hint}")
     try:
         model_type = json.loads(Path(file).read_bytes()).get("model_type")
     except (ValueError, AttributeError):

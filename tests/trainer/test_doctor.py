@@ -416,6 +416,15 @@ def test_an_lm_head_that_is_not_the_checkpoints_is_named(random_target, trained,
     assert diagnosis.acceptance.differences == []  # both passes run the same wrong head
 
 
+def test_weights_that_are_no_numbers_are_named(trained, examine):
+    broken = copy.deepcopy(trained)
+    nn.init.constant_(broken.reducer.hc_base, float("nan"))
+    faults, _ = examine(broken)
+    assert (
+        len(faults) == 1 and "drafter: found numbers that are not finite in 1 tensors, as reducer.hc_base" in faults[0]
+    )
+
+
 def test_a_drafter_of_another_target_is_named(trained, examine):
     faults, diagnosis = examine(changed(trained, vocab_size=128))
     assert len(faults) == 1 and faults[0].startswith("pair: ") and "vocab_size" in faults[0]

@@ -554,6 +554,13 @@ def test_bad_input_is_one_line_before_the_target_is_loaded(capsys, tmp_path, mon
     assert not (tmp_path / "out" / "answers.jsonl").exists() or not (tmp_path / "out" / "answers.jsonl").read_text()
 
 
+def test_an_empty_prompt_is_set_aside(tmp_path, options):
+    data = tmp_path / "empty.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("", PROMPTS[4])))
+    summary = run_regenerate(RegenerateArguments(**options | {"data": str(data), "raw": True}))
+    assert (summary["rows"], summary["skipped"]) == (1, {"no_prompt": 1})
+
+
 def test_rows_that_cannot_be_asked_are_counted_not_lost(tmp_path, options):
     rows = [
         {"messages": [assistant("nobody asked")]},

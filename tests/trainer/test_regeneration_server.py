@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -23,8 +24,8 @@ ROWS = 12
 class Server(ThreadingHTTPServer):
     """Answers each prompt with its own last three ids, and what `plan` says instead, in this order, for a row.
 
-    A plan is a list of faults: a status, `(status, headers)`, "slow", "garbage" or "drop"; when it is used up, the
-    request is answered. Prompts are told apart by the row's number in their text.
+    A plan is a list of faults: a status, `(status, headers)`, "slow", "garbage", "drop", or a choice to answer with;
+    when it is used up, the request is answered. Prompts are told apart by the row's number in their text.
     """
 
     daemon_threads = True
@@ -99,6 +100,8 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "drop":
             self.close_connection = True
             return self.connection.close()
+        elif isinstance(fault, dict):
+            return self.reply(200, json.dumps({"choices": [{"finish_reason": "stop"} | fault]}).encode())
         elif fault is not None:
             status, headers = fault if isinstance(fault, tuple) else (fault, {})
             return self.reply(status, json.dumps({"error": {"message": f"planted {status}"}}).encode(), headers)
@@ -278,6 +281,15 @@ def test_a_row_that_always_fails_is_set_aside_while_others_are_answered(server, 
     assert summary["rows"] == ROWS - 1 and summary["skipped"] == {"failed": 1}
     summary = run(options)  # asks it again
     assert summary["rows"] == ROWS and summary["skipped"] == {}
+
+
+@pytest.mark.parametrize("ids", [[5, 999_999], [-5], ["a"], [1.5], "abc", [True]])
+def test_answers_that_are_no_token_ids_end_the_run_and_are_not_written(server, options, ids):
+    server.plan[3] = [{"token_ids": ids}] * 9
+    with pytest.raises(ValueError, match="server: found the token ids .*wanted a list of ids below 4096"):
+        run(options)
+    rows = Path(options["output"]).read_text().splitlines() if Path(options["output"]).exists() else []
+    assert all(type(token) is int and 0 <= token < 4096 for row in rows for token in json.loads(row)["input_ids"])
 
 
 def test_no_server_is_one_line(capsys, options):

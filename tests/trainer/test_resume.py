@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hyperdflash.cli import main
 from hyperdflash.trainer.resume import CHECKPOINT_PARTS, check_same_run, last_whole_checkpoint, missing_part
@@ -228,3 +228,35 @@ def test_a_checkpoint_named_by_hand_must_be_whole(run_of_8_steps, run_folder, tm
     changed = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(run_folder / "checkpoint-4")}
     assert train(tmp_path, run_of_8_steps | changed) == 2
     assert "without its optimizer, wanted a whole checkpoint" in capsys.readouterr().err
+
+
+def test_a_new_run_does_not_write_over_the_checkpoints_of_another(run_of_8_steps, run_folder, tmp_path, capsys):
+    before = {file: file.read_bytes() for file in run_folder.rglob("*") if file.is_file()}
+    assert train(tmp_path, run_of_8_steps | {"output_dir": str(run_folder)}) == 2
+    assert "output_dir: found checkpoints of an earlier run" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in run_folder.rglob("*") if file.is_file()} == before
+    afresh = {"output_dir": str(run_folder), "resume_from_checkpoint": "false", "max_steps": 1}
+    assert train(tmp_path, run_of_8_steps | afresh) == 0
+    record = json.loads((run_folder / "provenance.json").read_text())
+    assert "resumed_from" not in record and record["training_arguments"]["max_steps"] == 1
+
+
+def test_a_run_that_had_ended_is_left_as_it_is(run_of_8_steps, run_folder, tmp_path, capsys):
+    record, weights = ((run_folder / name).read_bytes() for name in ("provenance.json", "model.safetensors"))
+    again = {"output_dir": str(run_folder), "resume_from_checkpoint": "true"}
+    with pytest.warns(UserWarning, match="has come to its end before"):
+        assert train(tmp_path, run_of_8_steps | again) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(record)["metrics"]
+    assert (run_folder / "provenance.json").read_bytes() == record
+    assert (run_folder / "model.safetensors").read_bytes() == weights
+
+
+def test_a_target_that_changed_is_not_resumed_on(run_of_8_steps, run_folder, tmp_path, capsys):
+    target = Path(shutil.copytree(run_of_8_steps["target"], tmp_path / "target"))
+    moved = run_of_8_steps | {"target": str(target), "output_dir": str(run_folder)}
+    record = run_folder / "checkpoint-4" / "provenance.json"
+    record.write_text(record.read_text().replace(run_of_8_steps["target"], str(target)))
+    changed = {name: value + ("norm" in name) for name, value in load_file(target / "model.safetensors").items()}
+    save_file(changed, target / "model.safetensors")
+    assert train(tmp_path, moved | {"resume_from_checkpoint": str(run_folder / "checkpoint-4")}) == 2
+    assert "target_files: found" in capsys.readouterr().err

@@ -283,6 +283,21 @@ def test_gates_are_logged_over_all_tokens_of_all_documents(make_trainer, documen
     assert trainer.state.log_history[0]["num_tokens"] == sum(map(len, rows["input_ids"]))
 
 
+def test_rows_without_a_block_are_not_seen_however_batches_are_split(make_trainer, documents):
+    rows = documents(8, low=10, high=60).to_list()
+    for row in rows[::3]:  # the second token alone is supervised: no block can start before it
+        row["assistant_masks"] = [0, 1] + [0] * (len(row["input_ids"]) - 2)
+    rows, logs = Dataset.from_list(rows), []
+    for size in (1, 4):
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        trainer = make_trainer(rows, max_steps=1, logging_steps=1, learning_rate=0.0, **split)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    seen = sum(len(row["input_ids"]) for index, row in enumerate(rows) if index % 3)
+    assert [log["num_tokens"] for log in logs] == [seen, seen]
+    assert logs[0]["gate_0"] == pytest.approx(logs[1]["gate_0"], rel=1e-5)
+
+
 def test_a_token_that_the_target_does_not_have_is_named_before_training(make_trainer, documents):
     rows = documents(6).to_list()
     rows[4]["input_ids"][9] = 64
@@ -357,6 +372,7 @@ def test_what_is_logged_reaches_every_reporter(make_trainer, documents):
         ("label_smoothing_factor", 0.1),
         ("neftune_noise_alpha", 5.0),
         ("chat_template_path", "some/tokenizer"),
+        ("bf16_full_eval", True),
     ],
 )
 def test_arguments_that_make_no_objective_are_refused_by_name(field, value, tmp_path):

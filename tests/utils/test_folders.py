@@ -34,6 +34,13 @@ def test_a_drafter_and_a_target_are_told_apart_by_their_configuration(tmp_path):
         check_model_kind("target", str(tmp_path / "drafter"))
 
 
+def test_the_folder_of_a_killed_run_names_its_checkpoint(tmp_path):
+    for step in (4, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    with pytest.raises(FileNotFoundError, match="drafter: found no config.json in .*its checkpoint '.*checkpoint-10'"):
+        check_model_kind("drafter", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("file", "text"), [("config.json", "[]"), ("config.json", "{"), ("adapter_config.json", "{}")]
 )

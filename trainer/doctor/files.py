@@ -43,6 +43,15 @@ def check_record(case: Case) -> Generator[str, None, str]:
     return f"{compared} fields are as training recorded" if compared else "the config of training: not recorded"
 
 
+def check_finite(case: Case) -> Generator[str, None, str]:
+    """No weight is infinite or not a number; nothing else can be said of one that is."""
+    for name, model in (("drafter", case.drafter), ("target", case.target)):
+        wrong = [key for key, tensor in model.named_parameters() if not tensor.isfinite().all()]
+        if wrong:
+            yield f"{name}: found numbers that are not finite in {len(wrong)} tensors, as {wrong[0]}, wanted none"
+    return "all numbers are finite"
+
+
 def check_weights(case: Case) -> Generator[str, None, str]:
     """All weights come from the checkpoints: none was left fresh, none was ignored, none has changed since."""
     for name, info in case.loading.items():

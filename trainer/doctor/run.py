@@ -23,7 +23,7 @@ from ...utils.provenance import PROVENANCE_FILE, file_fingerprints
 from ..run import load_rows
 from .arguments import DoctorArguments
 from .case import Case, Finding, run_check
-from .files import check_block, check_chat_template, check_config, check_record, check_weights
+from .files import check_block, check_chat_template, check_config, check_finite, check_record, check_weights
 from .fits import best_of, fits, read_streams
 from .passes import (
     Acceptance,
@@ -77,6 +77,9 @@ def diagnose(case: Case, max_new_tokens: int = 64) -> Diagnosis:
         check_drafter_fits(target, drafter)
     except ValueError as error:
         return Diagnosis([Finding("pair", False, str(error)), *run_check(check_record, case)], None)
+    finite = run_check(check_finite, case)
+    if not finite[0].ok:
+        return Diagnosis(finite, None)
     walks = [walk(target, drafter, prompt.ids, max_new_tokens) for prompt in case.prompts]
     case.walks = [each for each in walks if each is not None]
     checks = [check_acceptance, *FILE_CHECKS]

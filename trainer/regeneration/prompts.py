@@ -143,6 +143,8 @@ def add_prompts(rows: Dataset, renderer: PromptRenderer) -> Dataset:
             found["input_ids"] = renderer.render(parts[0], thinking, row)
         except TEMPLATE_ERRORS as error:
             return found | {"refusal": f"template: {error}"}
+        if not found["input_ids"]:
+            return found | {"refusal": "no_prompt"}
         if args.max_prompt_length and len(found["input_ids"]) > args.max_prompt_length:
             found["refusal"] = f"prompt_too_long: {len(found['input_ids'])} tokens"
         return found

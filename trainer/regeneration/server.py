@@ -132,6 +132,12 @@ class ServerBackend:
                 "server: found an answer without token_ids, wanted a server that returns them (vLLM, from 0.10.2 on) "
                 "or token_ids text"
             )
+        known = range(len(self.tokenizer))
+        if not isinstance(ids, list) or not all(type(token) is int and token in known for token in ids):
+            raise ValueError(
+                f"server: found the token ids {str(ids)[:80]}, wanted a list of ids below {len(self.tokenizer)}, the "
+                "tokenizer's (is the server's model the target?)"
+            )
         if reason == "stop" and not self.end_ids.intersection(ids[-1:]):
             ids = [*ids, self.tokenizer.eos_token_id]  # it is what ended the answer: no stop strings are sent
         return Answer(ids, reason or "none")
