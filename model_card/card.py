@@ -278,7 +278,7 @@ def describe_results(report: dict[str, Any], label: str) -> dict[str, Any]:
             if name in (report.get("figures") or ())
         ],
         "facts": [
-            f"{settings['dtype']}, up to {settings['max_new_tokens']} new tokens, {settings['threads']} threads, "
+            f"{settings['dtype']}, up to {settings['max_new_tokens']} new tokens, threads: {settings['threads']}, "
             f"device {settings['device']}: {run['machine']}",
             "Versions: " + ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
             f"Made by `{' '.join(run['command'])}`",

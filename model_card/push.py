@@ -53,6 +53,13 @@ def run_push(args: PushArguments, command: Sequence[str] | None = None) -> dict[
     problems = [problem for problem in (code_problem(folder), doctor_problem(args)) if problem]
     if problems and not args.force:
         raise ValueError("; ".join(problems) + " (or --force true)")
+    if target_of(args, config)[0] is None and config.target_name_or_path is not None:
+        warnings.warn(
+            f"config.json names the target {config.target_name_or_path!r}, which reads like a folder of this machine: "
+            "--base_model says where others find it.",
+            UserWarning,
+            stacklevel=2,
+        )
     for problem in problems:
         warnings.warn(f"Pushed in spite of this: {problem}.", UserWarning, stacklevel=2)
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -77,6 +78,20 @@ def test_a_stranger_loads_what_was_pushed_and_decodes_the_same(hub, pair, drafte
     expected = target.generate(torch.arange(3, 15)[None], max_new_tokens=24, do_sample=False, assistant_model=local)
     assert tokens == expected[0].tolist() and rounds == local.last_generation.rounds > 0
     assert module == "transformers_modules"  # the code from the repository, not the installed one
+
+
+def test_a_target_that_only_this_machine_has_is_said(drafter, diagnosis):
+    config = json.loads((drafter / "config.json").read_text())
+    for name, expected in (("models/target", True), ("somebody/target", False)):
+        revision = None if expected else "f00"
+        (drafter / "config.json").write_text(
+            json.dumps(config | {"target_name_or_path": name, "target_revision": revision})
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_push(arguments(drafter, diagnosis, dry_run=True, force=True))
+        said = [warning for warning in caught if "--base_model says where" in str(warning.message)]
+        assert bool(said) == expected
 
 
 def test_a_dry_run_lists_files_and_sizes_and_sends_nothing(hub, drafter, diagnosis, capsys):
