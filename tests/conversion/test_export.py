@@ -359,7 +359,7 @@ def test_settings_that_deepseeks_keys_cannot_say_are_refused(setting, message, v
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "deepseek"], "to: found 'deepseek', wanted one of ('vllm', 'dflash')"),
+        (["--to", "deepseek"], "to: found 'deepseek', wanted 'vllm' or 'dflash'"),
         (["--to", "vllm", "--target", "x"], "target: found 'x' with --to vllm"),
         (["--to", "vllm", "--revision", "main"], "revision: found 'main' for a local folder"),
     ],
