@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -162,6 +163,16 @@ def refusal(status: int, message: str, code: str | None = None, **headers: str) 
     return Answer(status, {"error": message}, named | headers)
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A client that hangs up between two requests is no fault of the server, and prints nothing."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class HubServer:
     """See the module. Attributes:
 
@@ -184,8 +195,7 @@ class HubServer:
 
     def __enter__(self) -> HubServer:
         for handler in (HubHandler, StorageHandler):
-            server = ThreadingHTTPServer(("127.0.0.1", 0), type(handler.__name__, (handler,), {"hub": self}))
-            server.daemon_threads = True
+            server = QuietServer(("127.0.0.1", 0), type(handler.__name__, (handler,), {"hub": self}))
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
             self._servers.append(server)
         self.url, self.storage_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
