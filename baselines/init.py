@@ -1,10 +1,10 @@
-"""`hyperdflash init --method mtp`: a target's folder -> the folder of an MTP module for it."""
+"""`hyperdflash init --method mtp`: a target -> the folder of an MTP module for it."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch
 from ..conversion.arguments import MTP_STARTS, InitArguments
 from ..conversion.checkpoint import Checkpoint
 from ..conversion.init import DTYPES, check_output
-from ..conversion.target import folder_name, load_target_config
+from ..conversion.sources import Source, open_source
+from ..conversion.target import CONFIG_FILE, load_target_config, read_config, target_identity
 from ..utils.folders import whole_folder
-from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
+from ..utils.provenance import collect_provenance, write_provenance
 from .configuration_mtp import MtpConfig
 from .modeling_mtp import MtpModel
 from .released import (
@@ -32,6 +33,7 @@ from .released import (
 BLOCK_OPTIONS = """
     num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim layer_types sliding_window
     block_size mask_token_id sample_from_anchor context_source target_layer_ids reducer stream_pooling path_norm
+    with_mtp with_head
 """.split()
 
 
@@ -41,7 +43,8 @@ def init_mtp(target: str | os.PathLike, output: str | os.PathLike, **options: An
         mtp = init_mtp("models/DeepSeek-V4-Flash", "drafters/v4-flash-mtp")
 
     Args:
-        target: the target's folder. output: the folder to write, whole or not at all.
+        target: the target's folder or Hub id, or the folder `mtp` that `init --with_mtp` wrote of it.
+        output: the folder to write, whole or not at all.
         options: `mtp_start`, `mtp_depths`, `dtype`, `seed`, `overwrite` and the names to record, see `InitArguments`.
 
     Raises: as [`init_drafter`]; also for a target that has no `mtp.0.*` where `mtp_start` is "released".
@@ -61,23 +64,19 @@ def run_init_mtp(args: InitArguments, command: Sequence[str] | None = None) -> d
 
 
 def _init(args: InitArguments, command: Sequence[str] | None) -> tuple[MtpModel, dict[str, Any]]:
-    target = load_target_config(args.target)
+    source = open_source(args.target, args.target_revision)
+    target = load_target_config(source, args.trust_remote_code)
     _check(args, target.model_type)
     start = args.mtp_start
     if start == "auto":
-        start = "released" if has_released_mtp(args.target) else "target"
-    config = MtpConfig.of_target(
-        target,
-        mtp_depths=args.mtp_depths,
-        target_name_or_path=args.target_name_or_path or folder_name(args.target),
-        target_revision=args.target_revision,
-    )
+        start = "released" if has_released_mtp(source) else "target"
+    config = MtpConfig.of_target(target, mtp_depths=args.mtp_depths, **target_identity(args, source))
     model = empty_mtp(config, DTYPES[args.dtype], args.seed)
     sources = {}
     if start == "released":
-        sources = read_tensors(model, args.target, [RELEASED_PREFIX], MODULE_TENSORS | HEAD_TENSORS | LAYER_TENSORS)
+        sources = read_tensors(model, source, [RELEASED_PREFIX], MODULE_TENSORS | HEAD_TENSORS | LAYER_TENSORS)
     elif start == "target":
-        sources = start_from_target(model, args.target)
+        sources = start_from_target(model, source)
     report = {
         "output": args.output,
         "target": config.target_name_or_path,
@@ -90,7 +89,7 @@ def _init(args: InitArguments, command: Sequence[str] | None) -> tuple[MtpModel,
         command,
         target=config.target_name_or_path,
         target_revision=config.target_revision,
-        target_files=file_fingerprints([Path(args.target) / "config.json"]),
+        target_files={CONFIG_FILE: hashlib.sha256(read_config(source)).hexdigest()},
         start=start,
         tensors=report["tensors"],
         seed=args.seed,
@@ -116,7 +115,7 @@ def _check(args: InitArguments, model_type: str) -> None:
 
 
 @torch.no_grad()
-def start_from_target(model: MtpModel, folder: str | os.PathLike) -> dict[str, Any]:
+def start_from_target(model: MtpModel, folder: str | os.PathLike | Source) -> dict[str, Any]:
     """Makes `model` begin near the target's own next step: its last layer, its `hc_head` and norm.
 
     The streams pass `h_proj` as they are.

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from ..conversion.checkpoint import DTYPES, Checkpoint, TensorEntry
+from ..conversion.sources import Source
 from .configuration_mtp import MtpConfig
 from .modeling_mtp import MtpModel
 
@@ -49,7 +51,7 @@ LAYER_TENSORS = {
     "layer.self_attn.q_a_norm.weight": "attn.q_norm.weight",
     "layer.self_attn.q_b_proj.weight": "attn.wq_b.weight",
     "layer.self_attn.kv_proj.weight": "attn.wkv.weight",
-    "layer.self_attn.kv_norm.weight": "attn.norm.weight",
+    "layer.self_attn.kv_norm.weight": "attn.kv_norm.weight",
     "layer.self_attn.o_a_proj.weight": "attn.wo_a.weight",
     "layer.self_attn.o_b_proj.weight": "attn.wo_b.weight",
     "layer.self_attn.sinks": "attn.attn_sink",
@@ -59,6 +61,7 @@ LAYER_TENSORS = {
     "layer.mlp.shared_experts.down_proj.weight": "ffn.shared_experts.w2.weight",
     "layer.mlp.shared_experts.up_proj.weight": "ffn.shared_experts.w3.weight",
 }
+SAVED_NAMES = {"attn.kv_norm.weight": "attn.norm.weight"}  # what `save_pretrained` of a target calls otherwise
 # The released tensors that lie one below the other in one of ours, for each expert
 EXPERT_TENSORS = {
     "layer.mlp.experts.gate_up_proj": ("ffn.experts.{}.w1.weight", "ffn.experts.{}.w3.weight"),
@@ -66,11 +69,14 @@ EXPERT_TENSORS = {
 }
 
 
-def load_released_mtp(folder: str | os.PathLike, config: MtpConfig, dtype: torch.dtype = torch.bfloat16) -> MtpModel:
+def load_released_mtp(
+    folder: str | os.PathLike | Source, config: MtpConfig, dtype: torch.dtype = torch.bfloat16
+) -> MtpModel:
     """The module that a checkpoint folder holds as `mtp.0.*`, dequantised to `dtype`.
 
     Args:
-        folder: the target's folder, as DeepSeek released it; config: [`MtpConfig.of_target`] of its configuration.
+        folder: the target's folder, as DeepSeek released it, or the folder `mtp` that `init --with_mtp` writes.
+        config: [`MtpConfig.of_target`] of its configuration.
 
     Raises:
         FileNotFoundError: no safetensors file, or a missing shard.
@@ -81,7 +87,7 @@ def load_released_mtp(folder: str | os.PathLike, config: MtpConfig, dtype: torch
     return model
 
 
-def has_released_mtp(folder: str | os.PathLike) -> bool:
+def has_released_mtp(folder: str | os.PathLike | Source) -> bool:
     """Whether the checkpoint holds an MTP module of its own."""
     name = RELEASED_PREFIX + "e_proj.weight"
     return name in Checkpoint(folder, [name]).stored()
@@ -96,7 +102,7 @@ def empty_mtp(config: MtpConfig, dtype: torch.dtype, seed: int = 0) -> MtpModel:
 
 @torch.no_grad()
 def read_tensors(
-    model: MtpModel, folder: str | os.PathLike, prefixes: Sequence[str], names: dict[str, str]
+    model: MtpModel, folder: str | os.PathLike | Source, prefixes: Sequence[str], names: dict[str, str]
 ) -> dict[str, TensorEntry]:
     """Copies tensors of a checkpoint into `model`: those of `names`, our name -> the one behind a prefix.
 
@@ -109,11 +115,13 @@ def read_tensors(
         Where each of our tensors came from; of the experts the first one's.
     """
     wanted = list(_stored_names(model, names))
-    weights = [place[-1] for place in wanted]
-    scales = [weight.removesuffix(".weight") + ".scale" for weight in weights if weight.endswith(".weight")]
-    checkpoint = Checkpoint(folder, (prefix + name for prefix in prefixes for name in (*weights, *scales)))
+    released = [place[-1] for place in wanted]
+    saved = [SAVED_NAMES.get(name, name) for name in released]
+    namings = [[prefix + name for name in naming] for prefix in prefixes for naming in (released, saved)]
+    stems = {name.removesuffix(".weight") for naming in namings for name in naming if name.endswith(".weight")}
+    checkpoint = Checkpoint(folder, {*chain(*namings), *(f"{stem}.scale" for stem in stems)})
     stored = checkpoint.stored()
-    entries = checkpoint.find([[prefix + weight for weight in weights] for prefix in prefixes])
+    entries = checkpoint.find(namings)
     operation, state, sources = Fp8Dequantize(None), model.state_dict(), {}
     for (name, expert, rows, _), entry in zip(wanted, entries):
         tensors = {"weight": checkpoint.read(entry, STORED_DTYPES)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import tqdm
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from .checkpoint import SINGLE_FILE, Checkpoint, TensorEntry
@@ -161,12 +161,19 @@ def copy_tokenizer(source: Source, folder: str | os.PathLike) -> None:
 
 def origin_of(folder: str | os.PathLike) -> dict[str, str] | None:
     """Of a folder that [`copy_tensors`] has filled, `target` and, if that came from the Hub, `target_revision`; of any
-    other `None`."""
+    other `None`.
+
+    Raises:
+        ValueError: its file is no safetensors file.
+    """
     path = Path(folder) / SINGLE_FILE
     if not path.is_file():
         return None
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path}: found {error}, wanted a safetensors file") from None
     return {key: metadata[key] for key in ("target", "target_revision") if key in metadata} or None
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import InitArguments
+from .extract import origin_of
 from .sources import HubRepository, LocalFolder, Source, open_source
 
 # Targets with several residual streams, and whether their `hc_head` has gates that a reducer can take over. HY-V4's
@@ -109,9 +110,18 @@ def drafter_config(args: InitArguments, target: PreTrainedConfig, source: Source
         target_num_hidden_layers=target.num_hidden_layers,
         target_rms_norm_eps=target.rms_norm_eps,
         vocab_size=target.vocab_size,
-        target_name_or_path=args.target_name_or_path or folder_name(args.target),
-        target_revision=source.commit or args.target_revision,
+        **target_identity(args, source),
     )
+
+
+def target_identity(args: InitArguments, source: Source) -> dict[str, str | None]:
+    """`target_name_or_path` and `target_revision` to record: the options, and the commit on the Hub; of a folder that
+    `--with_mtp` or `--with_head` filled, the target that it came from."""
+    origin = (origin_of(args.target) or {}) if source.commit is None else {}
+    return {
+        "target_name_or_path": args.target_name_or_path or origin.get("target") or folder_name(args.target),
+        "target_revision": source.commit or args.target_revision or origin.get("target_revision"),
+    }
 
 
 def body_shape(args: InitArguments, target: PreTrainedConfig) -> dict[str, int]:

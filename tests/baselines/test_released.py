@@ -1,6 +1,9 @@
 """The MTP module out of a checkpoint as DeepSeek releases it: FP8 with block scales, experts in FP4."""
 
+import importlib.util
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DeepseekV4Config
 
 from hyperdflash.baselines import MtpConfig, MtpModel, init_mtp, load_released_mtp
-from hyperdflash.baselines.released import HEAD_TENSORS, LAYER_TENSORS, MODULE_TENSORS
+from hyperdflash.baselines.released import HEAD_TENSORS, LAYER_TENSORS, MODULE_TENSORS, _stored_names
+from hyperdflash.cli import main
 from hyperdflash.conversion import InitArguments
+
+_spec = importlib.util.spec_from_file_location("v4_flash", Path(__file__).parents[1] / "conversion" / "v4_flash.py")
+v4_flash = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(v4_flash)
 
 FIELDS = {
     "vocab_size": 64,
@@ -79,6 +87,17 @@ class Released:
             weight_map |= dict.fromkeys(shard, f"model-{index}.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
+    def with_gates(self, folder):
+        """The same in `folder`, with gates of the target, which a drafter starts from."""
+        shutil.copytree(self.folder, folder)
+        width, streams = FIELDS["hidden_size"], FIELDS["hc_mult"]
+        shapes = {"hc_head_fn": (streams, streams * width), "hc_head_base": (streams,), "hc_head_scale": (1,)}
+        gates = {name: torch.from_numpy(self.random.normal(size=shape)).float() for name, shape in shapes.items()}
+        save_file(gates, folder / "model-2.safetensors")
+        index = folder / "model.safetensors.index.json"
+        weight_map = json.loads(index.read_text())["weight_map"] | dict.fromkeys(gates, "model-2.safetensors")
+        index.write_text(json.dumps({"weight_map": weight_map}))
+
     def keep(self, name, shape):
         value = self.random.normal(size=shape).astype(np.float32)
         self.tensors["mtp.0." + name] = torch.from_numpy(value)
@@ -142,6 +161,46 @@ def test_init_takes_the_targets_own_module_and_writes_a_folder_that_loads(releas
     assert record["tensors"]["layer.mlp.experts.down_proj"]["dtype"] == "I8"
 
 
+def test_names_and_shapes_are_those_of_v4_flash(tmp_path):
+    """All tensors of its MTP module but the scales."""
+    stored = {name: shape for name, (_, shape) in v4_flash.shards()[-1].items()}
+    (tmp_path / "config.json").write_text(json.dumps(v4_flash.CONFIG))
+    with torch.device("meta"):
+        model = MtpModel(MtpConfig.of_target(AutoConfig.from_pretrained(tmp_path)))
+    state, found = model.state_dict(), {}
+    for name, expert, rows, released in _stored_names(model, MODULE_TENSORS | HEAD_TENSORS | LAYER_TENSORS):
+        place = state[name] if expert is None else state[name][expert][rows]
+        found["mtp.0." + released] = [*place.shape[:-1], place.shape[-1] // (1 if expert is None else 2)]  # FP4
+    assert found == {name: shape for name, shape in stored.items() if not name.endswith(".scale")}
+
+
+@pytest.mark.parametrize("where", ["folder", "hub"])
+def test_the_folder_that_with_mtp_writes_gives_the_same_module_to_the_bit(released, hub, tmp_path, where, capsys):
+    """Dequantised from the copy, from the target itself, and by `init --method mtp` from either."""
+    released.with_gates(tmp_path / "somebody" / "target")
+    target, name = str(tmp_path / "somebody" / "target"), "target"
+    commit = hub.add_repository("somebody/target", target)
+    if where == "hub":
+        target = name = "somebody/target"
+    drafter = tmp_path / "drafter"
+    small = ["--num_hidden_layers", "1", "--intermediate_size", "64", "--mask_token_id", "63"]
+    assert main(["init", "--target", target, "--output", str(drafter), "--with_mtp", *small]) == 0
+    copied, wanted = (load_released_mtp(folder, released.config) for folder in (drafter / "mtp", released.folder))
+    outputs = [tmp_path / "of-copy", tmp_path / "of-target"]
+    for source, output in zip((str(drafter / "mtp"), target), outputs):
+        assert main(["init", "--method", "mtp", "--target", source, "--output", str(output)]) == 0
+    written = [MtpModel.from_pretrained(output) for output in outputs]
+    for model in (copied, *written):
+        found = model.state_dict()
+        assert found.keys() == wanted.state_dict().keys()
+        for key, value in wanted.state_dict().items():
+            assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+    for model in written:
+        assert model.config.target_name_or_path == name
+        assert model.config.target_revision == (commit if where == "hub" else None)
+    assert '"start": "released"' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -179,6 +238,7 @@ def test_without_a_module_of_its_own_the_targets_last_layer_is_the_start(make_ta
     [
         ({"mtp_start": "released"}, "'mtp.0.e_proj.weight': found none"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: found 2, wanted none, as method is 'mtp'"),
+        ({"with_mtp": True}, "with_mtp: found True, wanted none, as method is 'mtp'"),
         ({"mtp_depths": 0}, "MtpConfig.mtp_depths: found 0"),
         ({"mtp_start": "elsewhere"}, "mtp_start: found 'elsewhere', wanted one of auto, released, target, fresh"),
     ],
