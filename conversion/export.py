@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from ..utils.folders import check_model_path, check_output_folder, whole_folder
-from ..utils.provenance import PROVENANCE_FILE, collect_provenance, file_fingerprints, write_provenance
+from ..utils.provenance import collect_provenance, file_fingerprints, read_provenance, write_provenance
 from .arguments import ExportArguments
 from .export_drafter import ARCHITECTURES, export_drafter, import_drafter
 from .export_target import export_target
@@ -59,7 +59,7 @@ def run_export(args: ExportArguments, command: Sequence[str] | None = None) -> d
         command,
         exported={"model": name, "revision": args.revision, "layout": args.to},
         model_files=file_fingerprints([source / "config.json", *weight_files(source)]),
-        earlier=[json.loads(file.read_bytes()) for file in source.glob(PROVENANCE_FILE)],
+        earlier=[earlier] if (earlier := read_provenance(source)) else [],
     )
     with whole_folder(args.output, args.overwrite) as folder:
         if kind == "target":

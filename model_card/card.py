@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.utils import CHAT_TEMPLATE_FILE
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..conversion.export import kind_of
@@ -17,9 +20,10 @@ from ..conversion.export_drafter import check_layout
 from ..conversion.weights import stored_shapes
 from ..evaluation.report import AVERAGE
 from ..evaluation.tasks import TASKS
+from ..utils.chat import TEMPLATES
 from ..utils.fingerprints import checkpoint_fingerprints
 from ..utils.folders import whole_file
-from ..utils.provenance import PROVENANCE_FILE
+from ..utils.provenance import PROVENANCE_FILE, published, read_provenance
 from .arguments import CardArguments, CardSettings
 
 TEMPLATE = Path(__file__).parent / "templates" / "drafter.md.jinja"
@@ -31,7 +35,7 @@ SHOWN_SETTINGS = ("learning_rate", "per_device_train_batch_size", "kl_weight")
 
 
 def run_card(args: CardArguments) -> dict[str, Any]:
-    """Writes the card of `args.drafter`, and the figures of the results into a folder beside it.
+    """Writes the card of `args.drafter`, and beside it the chat template and the figures (a folder) that it names.
 
     Returns:
         JSON values: `output`, `figures` (file names) and `sections` (the card's headings).
@@ -44,6 +48,7 @@ def run_card(args: CardArguments) -> dict[str, Any]:
         raise FileExistsError(f"output: found {str(output)!r}, wanted no such file, or --overwrite true")
     card = build_card(args, args.repo_id)
     write_card(card, args.results, output)
+    copy_chat_template(Path(args.drafter), output.parent)
     sections = [line[3:] for line in card.text.splitlines() if line.startswith("## ")]
     return {"output": str(output), "figures": figure_names(args.results), "sections": sections}
 
@@ -76,7 +81,16 @@ def build_card(args: CardSettings, repo_id: str | None = None) -> ModelCard:
     name = (repo_id or folder.resolve().name).rsplit("/")[-1]
     target = base_model or config.target_name_or_path or f"a target of type {config.target_model_type}"
     report = read_report(args.results)
-    label = None if report is None else find_system(report, folder, args.system)
+    label = shown = measures = None
+    if report is not None:
+        try:
+            label = find_system(report, folder, args.system)
+            shown, measures = describe_results(report, label), list(eval_results(report, label))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"results: found a {REPORT_FILE} in {args.results!r} without what `eval` writes "
+                f"({type(error).__name__}: {error}), wanted a whole one"
+            ) from None
     data = ModelCardData(
         base_model=base_model,
         base_model_relation="adapter" if base_model else None,  # of the Hub's four relations the one that fits
@@ -86,7 +100,7 @@ def build_card(args: CardSettings, repo_id: str | None = None) -> ModelCard:
         datasets=args.datasets,
         license=args.license,
         model_name=name,
-        eval_results=None if report is None else list(eval_results(report, label)),
+        eval_results=measures,
     )
     if not data.eval_results:
         data.eval_results = data.model_name = None  # the class would write an empty index
@@ -94,23 +108,39 @@ def build_card(args: CardSettings, repo_id: str | None = None) -> ModelCard:
         data,
         template_path=str(TEMPLATE),
         name=name,
-        repo_id=repo_id or str(args.drafter),
+        repo_id=repo_id or published(str(args.drafter)),
         config=config,
         target=target,
         revision=revision,
         revision_argument=f', revision="{revision}"' if revision else "",
+        chat_template=CHAT_TEMPLATE_FILE if find_chat_template(folder, config) else None,
         drafts=config.geometry.num_draft_tokens,
         parameters=f"{sum(math.prod(shape) for shape in stored_shapes(folder).values()):,}",
         context=describe_context(config),
         reducer=describe_reducer(config),
         layout=find_layout(config),
-        stages=list(read_stages(folder)),
-        results=None if report is None else describe_results(report, label),
+        stages=read_stages(folder),
+        results=shown,
         license=args.license,
     )
     if ModelCard(str(card)).data.to_dict() != data.to_dict():
         raise ValueError("card: found front matter that huggingface_hub reads otherwise than it was written")
     return card
+
+
+def find_chat_template(folder: Path, config: HyperDFlashConfig) -> Path | None:
+    """The chat template for targets without one: that of the drafter's training if the folder has it, else that of
+    this package for the target's kind; `None` if there is neither."""
+    if (folder / CHAT_TEMPLATE_FILE).is_file():
+        return folder / CHAT_TEMPLATE_FILE
+    return TEMPLATES.get(config.target_model_type)
+
+
+def copy_chat_template(drafter: Path, output: Path) -> None:
+    """Puts [`find_chat_template`] into the folder `output`."""
+    file = find_chat_template(drafter, HyperDFlashConfig.from_pretrained(drafter))
+    if file is not None and not (output / CHAT_TEMPLATE_FILE).is_file():
+        shutil.copyfile(file, output / CHAT_TEMPLATE_FILE)
 
 
 def target_of(args: CardSettings, config: HyperDFlashConfig) -> tuple[str | None, str | None]:
@@ -152,29 +182,37 @@ def find_layout(config: HyperDFlashConfig) -> str | None:
     return None
 
 
-def read_stages(folder: Path) -> Iterable[dict[str, Any]]:
-    """The training runs that `provenance.json` records, the first one first."""
-    file = folder / PROVENANCE_FILE
-    if not file.is_file():
-        return
-    records, waiting = [], [json.loads(file.read_bytes())]
-    while waiting:
-        record = waiting.pop()
-        records.append(record)
-        waiting += record.get("earlier") or []
-    for record in reversed(records):
-        if not (settings := record.get("training_arguments")):
-            continue
-        data, metrics = record.get("data") or {}, record.get("metrics") or {}
-        length = "max_steps" if settings.get("max_steps", -1) > 0 else "num_train_epochs"
-        facts = [f"{name}: {settings[name]}" for name in (length, *SHOWN_SETTINGS) if name in settings]
-        shown = [", ".join(facts)]
-        if data.get("train_rows"):
-            shown.append(f"{data['train_rows']:,} rows of training data")
-        measured = [f"{name}: {metrics[name]:.4g}" for name in SHOWN_TRAINING if name in metrics]
-        if measured:
-            shown.append(f"measured in training: {', '.join(measured)}")
-        yield {"time": record["time"], "command": " ".join(record["command"]), "facts": shown}
+def read_stages(folder: Path) -> list[dict[str, Any]]:
+    """The training runs that `provenance.json` records, the first one first.
+
+    Raises:
+        ValueError: the file is no such record.
+    """
+    try:
+        records, waiting = [], [record] if (record := read_provenance(folder)) else []
+        while waiting:
+            record = waiting.pop()
+            records.append(record)
+            waiting += record.get("earlier") or []
+        return [describe_stage(record) for record in reversed(records) if record.get("training_arguments")]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder / PROVENANCE_FILE}: found no record that `hyperdflash train` writes "
+            f"({type(error).__name__}: {error}), wanted one, or no such file"
+        ) from None
+
+
+def describe_stage(record: dict[str, Any]) -> dict[str, Any]:
+    """Date, command and facts of one training run, for the template."""
+    settings, data, metrics = record["training_arguments"], record.get("data") or {}, record.get("metrics") or {}
+    length = "max_steps" if settings.get("max_steps", -1) > 0 else "num_train_epochs"
+    shown = [", ".join(f"{name}: {settings[name]}" for name in (length, *SHOWN_SETTINGS) if name in settings)]
+    if data.get("train_rows"):
+        shown.append(f"{data['train_rows']:,} rows of training data")
+    measured = [f"{name}: {metrics[name]:.4g}" for name in SHOWN_TRAINING if name in metrics]
+    if measured:
+        shown.append(f"measured in training: {', '.join(measured)}")
+    return {"date": record["time"][:10], "command": shlex.join(published(record["command"])), "facts": shown}
 
 
 def read_report(results: str | None) -> dict[str, Any] | None:
@@ -281,7 +319,7 @@ def describe_results(report: dict[str, Any], label: str) -> dict[str, Any]:
             f"{settings['dtype']}, up to {settings['max_new_tokens']} new tokens, threads: {settings['threads']}, "
             f"device {settings['device']}: {run['machine']}",
             "Versions: " + ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
-            f"Made by `{' '.join(run['command'])}`",
+            f"Made by `{shlex.join(published(run['command']))}`",
         ],
     }
 

@@ -20,9 +20,9 @@ from ..conversion.export_drafter import check_shapes
 from ..conversion.weights import stored_shapes, weight_files
 from ..trainer.doctor.arguments import DoctorArguments
 from ..trainer.doctor.run import drafter_files, run_doctor
-from ..utils.provenance import PROVENANCE_FILE, collect_provenance, write_provenance
+from ..utils.provenance import collect_provenance, published, read_provenance, write_provenance
 from .arguments import PushArguments
-from .card import CARD_FILE, FIGURE_FOLDER, build_card, target_of, write_card
+from .card import CARD_FILE, FIGURE_FOLDER, build_card, copy_chat_template, target_of, write_card
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CODE_FILES = ("configuration_hyperdflash.py", "modeling_hyperdflash.py", "generation_hyperdflash.py")
@@ -32,15 +32,16 @@ def run_push(args: PushArguments, command: Sequence[str] | None = None) -> dict[
     """Uploads card, config, weights, code files and provenance of `args.drafter`; or says what it would upload.
 
     The tokenizer is not among them: `config.json` points to the target's, by `target_name_or_path` and
-    `target_revision`, which are `base_model` and `base_model_revision` where those are given.
+    `target_revision`, which are `base_model` and `base_model_revision` where those are given. Nor is what else lies in
+    the folder: checkpoints, and the target's tensors in `mtp` and `head`.
 
     Args:
         args: the options.
         command: the command line to record; `sys.argv` by default.
 
     Returns:
-        JSON values: `repo_id`, `files` (name -> bytes), `bytes`, `private`; after a push also `url`, `commit` and
-        `pull_request` (`None` without one).
+        JSON values: `repo_id`, `files` (name -> bytes), `bytes`, `left_out` (what stays behind, name -> bytes),
+        `private`; after a push also `url`, `commit` and `pull_request` (`None` without one).
 
     Raises:
         ValueError: a folder that is no whole drafter, code files that differ from the installed ones, no diagnosis or
@@ -60,17 +61,26 @@ def run_push(args: PushArguments, command: Sequence[str] | None = None) -> dict[
             UserWarning,
             stacklevel=2,
         )
+    own_card = folder / CARD_FILE
+    if own_card.is_file() and args.results is None and args.repo_id not in own_card.read_text(encoding="utf-8"):
+        warnings.warn(
+            f"{CARD_FILE} of {args.drafter!r} is sent as it is and does not name {args.repo_id!r}: "
+            "`hyperdflash card --repo_id` writes one that does.",
+            UserWarning,
+            stacklevel=2,
+        )
     for problem in problems:
         warnings.warn(f"Pushed in spite of this: {problem}.", UserWarning, stacklevel=2)
 
     with tempfile.TemporaryDirectory(prefix=".push-", dir=folder.resolve().parent) as stage:
         collect_files(args, config, card, Path(stage))
-        record = json.loads((Path(stage) / PROVENANCE_FILE).read_bytes())
+        record = read_provenance(folder) or {}
         pushed = {"repo_id": args.repo_id, "revision": args.revision, "in_spite_of": problems}
-        write_provenance(stage, record | {"pushed": collect_provenance(command, **pushed)})
+        write_provenance(stage, published(record | {"pushed": collect_provenance(command, **pushed)}))
         paths = sorted(path for path in Path(stage).rglob("*") if path.is_file())
         files = {path.relative_to(stage).as_posix(): path.stat().st_size for path in paths}
         report = {"repo_id": args.repo_id, "private": args.private, "files": files, "bytes": sum(files.values())}
+        report["left_out"] = left_out(folder, {name.split("/")[0] for name in files})
         return report if args.dry_run else report | upload(args, stage)
 
 
@@ -132,16 +142,15 @@ def doctor_problem(args: PushArguments) -> str | None:
 def collect_files(args: PushArguments, config: HyperDFlashConfig, card: Any, stage: Path) -> None:
     """Puts into the folder `stage` what the repository will hold; weights as hard links where the disk allows it."""
     folder = Path(args.drafter)
-    names = [GENERATION_CONFIG_NAME, PROVENANCE_FILE, INDEX_FILE]
-    for name in names:
+    for name in (GENERATION_CONFIG_NAME, INDEX_FILE):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, stage / name)
-    if not (stage / PROVENANCE_FILE).is_file():
-        write_provenance(stage, {})
     for file in weight_files(folder):
         link_or_copy(file, stage / file.name)
     for name in CODE_FILES:
         shutil.copyfile(folder / name if (folder / name).is_file() else PACKAGE / name, stage / name)
+
+    copy_chat_template(folder, stage)
 
     keys = json.loads((folder / "config.json").read_bytes())
     base_model, revision = target_of(args, config)
@@ -155,6 +164,18 @@ def collect_files(args: PushArguments, config: HyperDFlashConfig, card: Any, sta
             shutil.copytree(folder / FIGURE_FOLDER, stage / FIGURE_FOLDER)
     else:
         write_card(card, args.results, stage / CARD_FILE)
+
+
+def left_out(folder: Path, sent: set[str]) -> dict[str, int]:
+    """Name -> bytes of what lies in `folder` and is not `sent`; the names of folders end in `/`."""
+    sizes = {}
+    for path in sorted(folder.iterdir()):
+        if path.name in sent:
+            continue
+        is_folder = path.is_dir() and not path.is_symlink()
+        files = path.rglob("*") if is_folder else [path]
+        sizes[path.name + "/" * is_folder] = sum(file.lstat().st_size for file in files if not file.is_dir())
+    return sizes
 
 
 def link_or_copy(source: Path, destination: Path) -> None:

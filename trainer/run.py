@@ -27,7 +27,7 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from ..utils.chat import add_chat_template
 from ..utils.fingerprints import checkpoint_fingerprints, hub_commit
 from ..utils.models import check_model_kind, check_spares_target
-from ..utils.provenance import collect_provenance, file_fingerprints, write_provenance
+from ..utils.provenance import collect_provenance, file_fingerprints, read_provenance, write_provenance
 from .adapters import check_output_kind, lora_config
 from .arguments import HyperDFlashTrainingArguments, TrainArguments
 from .doctor.record import drafting_record
@@ -309,6 +309,7 @@ def _provenance(
         data=data,
         batch={"rows_per_step": rows, "processes": training_args.world_size},
         seed=training_args.seed,
+        earlier=[earlier] if (earlier := read_provenance(script_args.drafter)) else [],
     )
 
 

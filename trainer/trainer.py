@@ -25,7 +25,7 @@ from ..configuration_hyperdflash import BlockGeometry
 from ..generation_hyperdflash import check_drafter_fits
 from ..modeling_hyperdflash import HyperDFlashModel, rms
 from ..utils.chat import add_chat_template
-from ..utils.provenance import write_provenance
+from ..utils.provenance import published, write_provenance
 from .adapters import base_drafter, check_peft_config
 from .arguments import HyperDFlashTrainingArguments
 from .attention import block_sparse_attention
@@ -360,7 +360,9 @@ class HyperDFlashTrainer(SFTTrainer):
             wrapped.__name__, wrapped.__module__ = drafter.__name__, drafter.__module__
         super()._save(output_dir, state_dict)
         if self.args.should_save and self.provenance is not None:
-            write_provenance(self.args.output_dir if output_dir is None else output_dir, self.provenance)
+            folder = self.args.output_dir if output_dir is None else output_dir
+            uploaded = self.args.push_to_hub and folder == self.args.output_dir
+            write_provenance(folder, published(self.provenance) if uploaded else self.provenance)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.is_world_process_zero():  # the Trainer brings weights and configs along, not the code that reads them

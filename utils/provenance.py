@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,9 @@ from typing import Any
 from .. import __version__
 
 PROVENANCE_FILE = "provenance.json"
+TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")  # of the Hub
+# An absolute path, or one from a home folder, in the middle of a text: two parts at least, and no part of a URL
+PATH_IN_TEXT = re.compile(r"""(?<![\w.~/<-])(?:~[\w-]*)?/[^\s/'"`,;:<>|()\[\]{}]+(?:/[^\s/'"`,;:<>|()\[\]{}]+)+/?""")
 PACKAGES = ("torch", "transformers", "safetensors", "trl", "accelerate", "datasets", "peft")
 
 
@@ -25,7 +29,7 @@ def collect_provenance(command: Sequence[str] | None = None, **facts: Any) -> di
 
     Args:
         command: the command line, `sys.argv` by default. Of the program only the name is kept; the arguments stand as
-            they were given.
+            they were given, but for tokens of the Hub.
         facts: what else belongs in the record, JSON values: the seed, the target, fingerprints of the data. Name
             folders as the user named them, or by their last part: a record should mean something on other machines.
 
@@ -36,8 +40,9 @@ def collect_provenance(command: Sequence[str] | None = None, **facts: Any) -> di
         ValueError: a fact has the name of one of the record's own fields.
     """
     command = list(sys.argv if command is None else command)
+    arguments = [TOKEN.sub("hf_***", str(word)) for word in command[1:]]
     record = {
-        "command": [Path(command[0]).name, *map(str, command[1:])] if command else [],
+        "command": [Path(command[0]).name, *arguments] if command else [],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
         "commit": package_commit(),
@@ -52,6 +57,53 @@ def write_provenance(folder: str | os.PathLike, record: dict[str, Any]) -> Path:
     path = Path(folder) / PROVENANCE_FILE
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+def read_provenance(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """The record in `folder`, or `None` if it has none.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    file = Path(folder) / PROVENANCE_FILE
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f"{file}: found something else, wanted a JSON object, or no such file")
+    return record
+
+
+def published(value: Any) -> Any:
+    """`value`, a record or a part of one, as strangers may read it: without the folders of whoever made it.
+
+    Absolute paths, and those from a home folder (`~/...`), become relative to the working directory if they lie in
+    it, else their last part. All else stays: relative paths, Hub ids, URLs.
+    """
+    if isinstance(value, dict):
+        return {name: published(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [published(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    option, equals, rest = value.partition("=") if value.startswith("-") else ("", "", value)
+    if rest.startswith(("/", "~")) and not re.search(r"[\s,;:]", rest):
+        return option + equals + _short_path(rest)
+    return PATH_IN_TEXT.sub(lambda match: _short_path(match[0]), value)
+
+
+def _short_path(path: str) -> str:
+    try:
+        full = Path(path).expanduser()
+    except RuntimeError:  # nobody's home
+        full = Path(path)
+    here = Path.cwd()
+    if full.is_relative_to(here) and here != here.parent:
+        return full.relative_to(here).as_posix()
+    return full.name or path
 
 
 def file_fingerprints(paths: Iterable[str | os.PathLike]) -> dict[str, str]:
@@ -99,4 +151,4 @@ def package_commit() -> str | None:
         return None
 
 
-__all__ = ["collect_provenance", "file_fingerprints", "write_provenance"]
+__all__ = ["collect_provenance", "file_fingerprints", "published", "read_provenance", "write_provenance"]

@@ -1,11 +1,14 @@
 """The card says what was recorded and measured, in a form that the Hub reads, and nothing else."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import EvalResult, ModelCard
 
+import hyperdflash
 from hyperdflash.cli import main
 from hyperdflash.model_card import CardArguments, build_card, run_card
 
@@ -101,6 +104,74 @@ def test_the_card_describes_the_drafter_that_it_is_of(settings, lines, make_draf
     assert all(line in text for line in lines)
     assert ("With vLLM" in text) == (not settings.get("sample_from_anchor"))
     assert ModelCard(text).data.base_model == "x/y" and 'revision="f00"' in text  # recorded with a revision: the Hub's
+
+
+@pytest.fixture(scope="module")
+def checkpoints():
+    return Path(hyperdflash.__file__).parent / "checkpoints"
+
+
+def snippet(text: str) -> str:
+    return text.split("```python\n")[1].split("```")[0].replace("max_new_tokens=200", "max_new_tokens=48")
+
+
+def test_the_cards_example_runs_as_it_stands(checkpoints, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoints.parent)
+    names = {}
+    exec(snippet(str(build_card(CardArguments(drafter="checkpoints/tiny-hyperdflash")))), names)
+    text, accepted = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert "`tail path/to/" in text and float(accepted) > 1.5
+
+
+def test_the_example_brings_the_chat_form_to_a_target_without_one(checkpoints, tmp_path, monkeypatch, capsys):
+    for name in ("tiny-target", "tiny-hyperdflash"):
+        shutil.copytree(
+            checkpoints / name, tmp_path / name, ignore=shutil.ignore_patterns("chat_template*", "README*")
+        )
+    config = json.loads((tmp_path / "tiny-hyperdflash" / "config.json").read_text())
+    config |= {"target_name_or_path": "tiny-target"}
+    (tmp_path / "tiny-hyperdflash" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert main(["card", "--drafter", "tiny-hyperdflash"]) == 0
+    names = {}
+    exec(snippet((tmp_path / "tiny-hyperdflash" / "README.md").read_text()), names)
+    prompt = names["tokenizer"].decode(names["inputs"]["input_ids"][0])
+    assert prompt.startswith("<｜begin▁of▁sentence｜><｜User｜>What does") and prompt.endswith(
+        "<｜Assistant｜></think>"
+    )
+    assert "`tail path/to/" in capsys.readouterr().out
+
+
+def test_a_target_of_a_kind_without_a_chat_form_has_its_own(pair, make_drafter, target, tmp_path):
+    layers = {"layer_types": None, "sliding_window": None}
+    make_drafter(target, target_model_type="hy_v4", **layers).save_pretrained(tmp_path)
+    text = str(build_card(CardArguments(drafter=str(tmp_path))))
+    assert "apply_chat_template" in text and "cached_file" not in text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("provenance.json", "[1]", "provenance.json: found something else, wanted a JSON object"),
+        ("provenance.json", '{"earlier": 3}', "provenance.json: found no record that `hyperdflash train` writes"),
+        ("provenance.json", '{"training_arguments": {"a": 1}}', "found no record .*KeyError: 'time'"),
+        ("report.json", "{}", "report.json: found something else"),
+        ("report.json", '{"tables": {}, "settings": {"systems": {}}}', "results: found 0 systems"),
+        (
+            "report.json",
+            '{"tables": {"a": {"0": {}}}, "settings": {"systems": {"x": {}}}}',
+            "without what `eval` writes",
+        ),
+    ],
+)
+def test_files_that_nobody_of_us_wrote_are_one_line(file, content, message, pair, tmp_path):
+    shutil.copytree(pair[1], tmp_path / "drafter")
+    results = tmp_path / "drafter" / "results"
+    results.mkdir()
+    (results / file if file == "report.json" else tmp_path / "drafter" / file).write_text(content)
+    options = {"results": str(results), "system": "x" if "x" in content else None} if file == "report.json" else {}
+    with pytest.raises(ValueError, match=message):
+        build_card(CardArguments(drafter=str(tmp_path / "drafter"), **options))
 
 
 def change(results, edit):

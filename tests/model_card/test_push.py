@@ -24,6 +24,7 @@ FILES = {
     "generation_config.json",
     "model.safetensors",
     "provenance.json",
+    "chat_template.jinja",
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
     "generation_hyperdflash.py",
@@ -102,6 +103,67 @@ def test_a_dry_run_lists_files_and_sizes_and_sends_nothing(hub, drafter, diagnos
     assert set(report["files"]) == FILES and report["bytes"] == sum(report["files"].values())
     assert report["files"]["model.safetensors"] == (drafter / "model.safetensors").stat().st_size
     assert not hub.requests and sorted(drafter.parent.rglob("*")) == before
+
+
+def test_the_targets_own_tensors_stay_behind_and_a_dry_run_says_so(hub, drafter, diagnosis, capsys):
+    """What `init --with_mtp --with_head` puts into the folder, and what training leaves there."""
+    for part in ("mtp", "head"):
+        (drafter / part).mkdir()
+        (drafter / part / "model.safetensors").write_bytes(b"x" * 1000)
+        (drafter / part / "config.json").write_text("{}")
+    (drafter / "checkpoint-4").mkdir()
+    (drafter / "elsewhere").symlink_to(drafter.parent)
+    options = ["--drafter", str(drafter), "--repo_id", REPOSITORY, "--doctor_report", str(diagnosis)]
+    assert main(["push", *options, "--dry-run"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["files"]) == FILES
+    assert {name: report["left_out"][name] for name in ("mtp/", "head/")} == {"mtp/": 1002, "head/": 1002}
+    assert set(report["left_out"]) == {
+        *("mtp/", "head/", "checkpoint-4/", "elsewhere"),
+        *("optimizer.pt", "training_args.bin"),
+    }
+    run_push(arguments(drafter, diagnosis))
+    assert set(hub.files(REPOSITORY)) == FILES | {".gitattributes"}
+
+
+def test_what_is_published_names_no_folder_of_this_machine(hub, drafter, diagnosis, results, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    secret = tmp_path.parent / "secret"
+    record = json.loads((drafter / "provenance.json").read_text())
+    record |= {
+        "command": [
+            "hyperdflash",
+            "train",
+            "--data",
+            str(tmp_path / "data" / "a b.jsonl"),
+            f"--target={secret}/target",
+        ],
+        "arguments": {"data": str(tmp_path / "data" / "a b.jsonl"), "target": "somebody/target", "cache": "~/secret"},
+    }
+    (drafter / "provenance.json").write_text(json.dumps(record))
+    report = json.loads((results / "report.json").read_text())
+    report["runs"][0]["command"] += ["--output", str(secret / "eval")]
+    (results / "report.json").write_text(json.dumps(report))
+    args = arguments(drafter, tmp_path / "no.json", results=str(results), force=True)
+    args.doctor_report = None
+    with pytest.warns(UserWarning, match="Pushed in spite of this"):
+        run_push(args, command=["hyperdflash", "push", "--drafter", str(drafter), "--data", str(secret)])
+    files = hub.files(REPOSITORY)
+    texts = {name: files[name].read_text() for name in ("README.md", "provenance.json", "config.json")}
+    assert not any(str(tmp_path.parent) in text or "~" in text for text in texts.values())
+    sent = json.loads(texts["provenance.json"])
+    assert sent["command"][3:] == ["data/a b.jsonl", "--target=target"]
+    assert sent["arguments"] == {"data": "data/a b.jsonl", "target": "somebody/target", "cache": "secret"}
+    assert sent["pushed"]["command"] == ["hyperdflash", "push", "--drafter", "drafter", "--data", "secret"]
+    assert "`hyperdflash train --data 'data/a b.jsonl' --target=target`" in texts["README.md"]
+    assert "`hyperdflash eval --output eval`" in texts["README.md"]
+    assert json.loads((drafter / "provenance.json").read_text()) == record  # this machine's own
+
+
+def test_a_card_of_another_repository_is_said(drafter, diagnosis):
+    (drafter / "README.md").write_text("Mine.")
+    with pytest.warns(UserWarning, match="does not name 'somebody/drafter': `hyperdflash card --repo_id`"):
+        run_push(arguments(drafter, diagnosis, dry_run=True))
 
 
 def test_branch_pull_request_and_visibility_are_the_hubs(hub, drafter, diagnosis):

@@ -58,6 +58,9 @@ def push(folder, settings):
 
 
 def test_every_upload_holds_a_whole_drafter(hub, settings, tmp_path):
+    shutil.copytree(settings["drafter"], tmp_path / "initial")
+    settings |= {"drafter": str(tmp_path / "initial")}
+    (tmp_path / "initial" / "provenance.json").write_text('{"command": ["hyperdflash", "init"]}')
     assert push(tmp_path, settings | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}) == 0
     assert [message for _, message, _ in hub.uploads] == [
         "Training in progress, step 2",
@@ -72,7 +75,10 @@ def test_every_upload_holds_a_whole_drafter(hub, settings, tmp_path):
         assert AutoModel.from_pretrained(folder).dtype == torch.float32
     first, last = (load_file(hub.uploads[index][2] / "model.safetensors") for index in (0, -1))
     assert any(not torch.equal(first[name], last[name]) for name in last)
-    assert "metrics" in json.loads((hub.uploads[-1][2] / "provenance.json").read_text())
+    text = (hub.uploads[-1][2] / "provenance.json").read_text()
+    record = json.loads(text)
+    assert "metrics" in record and record["earlier"] == [{"command": ["hyperdflash", "init"]}]
+    assert str(tmp_path) not in text and record["arguments"]["drafter"] == "initial"  # strangers read it
 
 
 def test_a_merged_drafter_is_uploaded_without_its_adapter_beside_it(hub, settings, tmp_path, capsys):

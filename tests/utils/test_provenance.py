@@ -13,7 +13,7 @@ import pytest
 import hyperdflash
 from hyperdflash.utils import provenance
 from hyperdflash.utils.folders import whole_folder
-from hyperdflash.utils.provenance import collect_provenance, file_fingerprints, write_provenance
+from hyperdflash.utils.provenance import collect_provenance, file_fingerprints, read_provenance, write_provenance
 
 
 def test_record_has_command_time_versions_commit_and_the_facts(tmp_path):
@@ -25,6 +25,46 @@ def test_record_has_command_time_versions_commit_and_the_facts(tmp_path):
     assert record["seed"] == 3
     assert json.loads(write_provenance(tmp_path, record).read_text()) == record
     assert (tmp_path / "provenance.json").is_file()
+
+
+def test_no_token_is_recorded():
+    token = "hf_" + "aB3" * 12
+    record = collect_provenance(["hyperdflash", "train", "--hub_token", token, f"--hub_token={token}"])
+    assert record["command"][1:] == ["train", "--hub_token", "hf_***", "--hub_token=hf_***"]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ("/work/here/runs/drafter", "runs/drafter"),
+        ("/work/here", "."),
+        ("/home/me/runs/drafter/", "drafter"),
+        ("~/runs/drafter", "drafter"),
+        ("~nobody-at-all/runs/drafter", "drafter"),
+        ("--data=/home/me/rows.jsonl", "--data=rows.jsonl"),
+        ("HyperDFlash:/home/me/drafter", "HyperDFlash:drafter"),
+        ("found other files in '/home/me/doctor.json', wanted", "found other files in 'doctor.json', wanted"),
+        ('{"dir": "/home/me/offload", "x": 1}', '{"dir": "offload", "x": 1}'),
+        ("/home/me/my rows.jsonl", "my rows.jsonl"),
+        *((same, same) for same in ("somebody/target", "runs/a/b", "../shared/x", "./x", "</think>", "<a></b></c>")),
+        *((same, same) for same in ("https://huggingface.co/a/b", "hf://datasets/a/b", "1/2 or a/b/c", "-1.5", "/")),
+    ],
+)
+def test_published_paths_are_relative_or_their_last_part(found, wanted, monkeypatch):
+    monkeypatch.setattr(Path, "cwd", classmethod(lambda cls: Path("/work/here")))
+    record = {"command": [found], "arguments": {"x": found, "n": 3, "none": None}, "earlier": [{"data": [found]}]}
+    assert provenance.published(record) == {
+        "command": [wanted],
+        "arguments": {"x": wanted, "n": 3, "none": None},
+        "earlier": [{"data": [wanted]}],
+    }
+
+
+def test_a_record_that_is_none_is_named(tmp_path):
+    assert read_provenance(tmp_path) is None
+    (tmp_path / "provenance.json").write_text("[]")
+    with pytest.raises(ValueError, match="provenance.json: found something else, wanted a JSON object"):
+        read_provenance(tmp_path)
 
 
 def test_command_is_this_process_by_default():
