@@ -952,6 +952,8 @@ def hub(tmp_path, monkeypatch) -> Iterator[HubServer]:
         for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
+        # transformers keeps its client, with the endpoint that it first had: an earlier test's, which is gone
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
         for module in (transformers.utils.hub, transformers.dynamic_module_utils):
             monkeypatch.setattr(module, "HF_MODULES_CACHE", str(cache / "modules"))
         close_session()
