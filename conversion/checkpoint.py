@@ -98,7 +98,7 @@ class Checkpoint:
         if present:
             missing = next(name for name in nearest if name not in files)
             raise ValueError(f"{self.source}: tensor {missing!r}: found none, wanted it beside {present[0]!r}")
-        wanted = " or ".join(repr(naming[0]) for naming in namings)
+        wanted = " or ".join(dict.fromkeys(repr(naming[0]) for naming in namings))
         raise ValueError(f"{self.source}: tensor {wanted}: found none in {self._where()}")
 
     def find_all(self, prefix: str) -> list[TensorEntry]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..utils.folders import check_model_path, check_output_folder, whole_folder
 from ..utils.provenance import collect_provenance, file_fingerprints, read_provenance, write_provenance
@@ -77,9 +78,11 @@ def kind_of(folder: str | os.PathLike) -> str:
 
     Raises:
         FileNotFoundError: the folder has no `config.json`.
-        ValueError: the model is none of these.
+        ValueError: the model is none of these, or there is an adapter.
     """
     file = Path(folder) / "config.json"
+    if (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
+        raise ValueError(f"{folder}: found an adapter, wanted a whole model: merge it first (merge_adapter)")
     if not file.is_file():
         raise FileNotFoundError(f"{file}: found no such file, wanted a model's configuration")
     try:

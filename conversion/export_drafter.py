@@ -11,6 +11,7 @@ transformers. vLLM adds the one itself for its `aux_hidden_state_layers`.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +117,19 @@ def check_layout(config: HyperDFlashConfig, layout: str) -> None:
         refuse("layer_types", "full_attention only: SGLang makes sliding layers causal inside a block (--to vllm)")
 
 
+def load_drafter_config(folder: str | os.PathLike) -> HyperDFlashConfig:
+    """The configuration of the drafter in `folder`.
+
+    Raises:
+        ValueError: its `config.json` makes none.
+    """
+    try:
+        return HyperDFlashConfig.from_pretrained(folder)
+    except (TypeError, AttributeError, KeyError) as error:  # values of another type
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{Path(folder) / 'config.json'}: found {reason}, wanted a drafter's fields") from None
+
+
 def export_drafter(source: Path, output: Path, layout: str) -> dict[str, Any]:
     """Writes the drafter in `source` to the folder `output` in a layout, `"vllm"` or `"dflash"`.
 
@@ -125,7 +139,7 @@ def export_drafter(source: Path, output: Path, layout: str) -> dict[str, Any]:
     Raises:
         ValueError, OSError: see [`check_layout`]; tensors that are no drafter's; files that cannot be read.
     """
-    config = HyperDFlashConfig.from_pretrained(source)
+    config = load_drafter_config(source)
     keys = serving_config(config, layout)
     check_shapes(source, config, stored_shapes(source))
     (output / "config.json").write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")

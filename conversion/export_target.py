@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DeepseekV4Config
 
-from .weights import Tensors, copy_weights
+from .weights import Tensors, copy_weights, stored_shapes
 
 # transformers' module names -> released names, in this order; names that are released already stay as they are
 RELEASED_NAMES = [
@@ -161,6 +161,10 @@ def export_target(source: Path, output: Path, released: bool) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if getattr(config, "quantization_config", None):
         raise ValueError("quantization_config: found one, wanted a target in 16 or 32 bits")
+    stored = stored_shapes(source)
+    for layer in range(config.num_hidden_layers):
+        if not any(f"layers.{layer}." in name for name in stored):
+            raise ValueError(f"{source}: tensor 'layers.{layer}.*': found none, wanted a whole target")
     if released:
         keys = released_config(config)
         (output / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")

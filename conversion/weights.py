@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE
@@ -42,11 +44,25 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
     return [path / name for name in names]
 
 
+@contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """`safe_open` of a file, whose errors name it.
+
+    Raises:
+        ValueError: it is no safetensors file, or a truncated one.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(f"{file}: found {error}, wanted a whole safetensors file") from None
+
+
 def read_weights(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
     """All tensors of a model folder, on the CPU, in the files' dtypes. Raises as [`weight_files`]."""
     tensors = {}
     for file in weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
+        with open_weights(file) as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
     return tensors
 
@@ -55,7 +71,7 @@ def stored_shapes(folder: str | os.PathLike) -> dict[str, list[int]]:
     """Name and shape of all tensors of a model folder, by the headers alone. Raises as [`weight_files`]."""
     shapes = {}
     for file in weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
+        with open_weights(file) as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}
     return shapes
 
@@ -80,7 +96,7 @@ def copy_weights(
     size = 0
     for file in weight_files(source):
         tensors = {}
-        with safe_open(file, framework="pt") as opened:
+        with open_weights(file) as opened:
             for name in opened.keys():
                 for new_name, tensor in convert(name, opened.get_tensor(name)):
                     if new_name in weight_map:

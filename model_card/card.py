@@ -16,7 +16,7 @@ from transformers.utils import CHAT_TEMPLATE_FILE
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..conversion.export import kind_of
-from ..conversion.export_drafter import check_layout
+from ..conversion.export_drafter import check_layout, load_drafter_config
 from ..conversion.weights import stored_shapes
 from ..evaluation.report import AVERAGE
 from ..evaluation.tasks import TASKS
@@ -76,7 +76,7 @@ def build_card(args: CardSettings, repo_id: str | None = None) -> ModelCard:
         raise FileNotFoundError(f"drafter: found no folder {args.drafter!r}, wanted one")
     if (kind := kind_of(folder)) != "drafter":
         raise ValueError(f"drafter: found a model of kind {kind!r} in {args.drafter!r}, wanted a drafter")
-    config = HyperDFlashConfig.from_pretrained(folder)
+    config = load_drafter_config(folder)
     base_model, revision = target_of(args, config)
     name = (repo_id or folder.resolve().name).rsplit("/")[-1]
     target = base_model or config.target_name_or_path or f"a target of type {config.target_model_type}"
@@ -138,7 +138,7 @@ def find_chat_template(folder: Path, config: HyperDFlashConfig) -> Path | None:
 
 def copy_chat_template(drafter: Path, output: Path) -> None:
     """Puts [`find_chat_template`] into the folder `output`."""
-    file = find_chat_template(drafter, HyperDFlashConfig.from_pretrained(drafter))
+    file = find_chat_template(drafter, load_drafter_config(drafter))
     if file is not None and not (output / CHAT_TEMPLATE_FILE).is_file():
         shutil.copyfile(file, output / CHAT_TEMPLATE_FILE)
 

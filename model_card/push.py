@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..conversion.checkpoint import INDEX_FILE
-from ..conversion.export_drafter import check_shapes
+from ..conversion.export_drafter import check_shapes, load_drafter_config
 from ..conversion.weights import stored_shapes, weight_files
 from ..trainer.doctor.arguments import DoctorArguments
 from ..trainer.doctor.run import drafter_files, run_doctor
@@ -49,7 +49,7 @@ def run_push(args: PushArguments, command: Sequence[str] | None = None) -> dict[
     """
     folder = Path(args.drafter)
     card = build_card(args, args.repo_id)  # refuses what is no drafter
-    config = HyperDFlashConfig.from_pretrained(folder)
+    config = load_drafter_config(folder)
     check_shapes(folder, config, stored_shapes(folder))
     problems = [problem for problem in (code_problem(folder), doctor_problem(args)) if problem]
     if problems and not args.force:
@@ -62,7 +62,7 @@ def run_push(args: PushArguments, command: Sequence[str] | None = None) -> dict[
             stacklevel=2,
         )
     own_card = folder / CARD_FILE
-    if own_card.is_file() and args.results is None and args.repo_id not in own_card.read_text(encoding="utf-8"):
+    if own_card.is_file() and args.results is None and args.repo_id.encode() not in own_card.read_bytes():
         warnings.warn(
             f"{CARD_FILE} of {args.drafter!r} is sent as it is and does not name {args.repo_id!r}: "
             "`hyperdflash card --repo_id` writes one that does.",

@@ -219,7 +219,8 @@ def test_a_tensor_that_is_not_as_released_is_named(released, tmp_path, change, m
 
 
 def test_without_a_module_of_its_own_the_targets_last_layer_is_the_start(make_target, tmp_path):
-    target = make_target(layer_types=["sliding_attention"] * 3)
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    target = make_target(layer_types=["sliding_attention"] * 3, compress_rates=rates)
     target.save_pretrained(tmp_path / "target")
     mtp = init_mtp(tmp_path / "target", tmp_path / "mtp", dtype="float32", mtp_depths=3)
     assert mtp.config.mtp_depths == 3 and mtp.generation_config.speculation_type == "dflash"
@@ -231,6 +232,10 @@ def test_without_a_module_of_its_own_the_targets_last_layer_is_the_start(make_ta
     assert torch.equal(mtp.h_proj.weight, torch.eye(32))
     saved = load_file(tmp_path / "mtp" / "model.safetensors")
     assert torch.equal(saved["h_proj.weight"], torch.eye(32))
+    folders = ["--model", str(tmp_path / "target"), "--output", str(tmp_path / "released")]
+    assert main(["export", "--to", "deepseek", *folders]) == 0
+    other = init_mtp(tmp_path / "released", tmp_path / "other", dtype="float32").state_dict()
+    assert all(torch.equal(other[name], value) for name, value in state.items())
 
 
 @pytest.mark.parametrize(

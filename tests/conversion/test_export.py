@@ -1,6 +1,8 @@
 """`export`: to what engines read and back, without the loss of a bit, and no without what a layout cannot carry."""
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -369,6 +371,51 @@ def test_the_verb_says_in_one_line_what_is_wrong_and_writes_nothing(arguments, m
     assert main(["export", "--model", str(gate_folder), "--output", str(output), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not output.exists()
+
+
+def spoil(folder, kind):
+    if kind == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    elif kind == "field":
+        write_config(folder, lambda keys: keys.update(hidden_size="wide"))
+    elif kind == "record":
+        (folder / "provenance.json").write_text("[")
+    else:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("adapter", "found an adapter, wanted a whole model: merge it first"),
+        ("field", "config.json: found TypeError: .*, wanted a drafter's fields"),
+        ("record", "provenance.json: found something else, wanted a JSON object"),
+        ("weights", "model.safetensors: found .*, wanted a whole safetensors file"),
+    ],
+)
+def test_folders_that_are_no_whole_drafter_are_one_line_for_every_verb(kind, message, gate_folder, tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(gate_folder, source)
+    spoil(source, kind)
+    verbs = [
+        ["export", "--model", str(source), "--to", "vllm", "--output", str(tmp_path / "out")],
+        ["card", "--drafter", str(source), "--overwrite"],
+        ["push", "--drafter", str(source), "--repo_id", "a/b", "--force", "--dry_run"],
+    ]
+    before = files_of(source)
+    for verb in verbs:
+        assert main(verb) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and error.count("\n") == 1, error
+    assert files_of(source) == before and [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_target_without_its_layers_is_not_exported(target_folder, tmp_path):
+    init = ["--target", str(target_folder), "--output", str(tmp_path / "drafter"), "--with_head"]
+    assert main(["init", *init, "--mask_token_id", "63"]) == 0
+    with pytest.raises(ValueError, match=r"tensor 'layers.0.\*': found none, wanted a whole target"):
+        export(tmp_path / "drafter" / "head", "deepseek", tmp_path / "out")
 
 
 def test_a_broken_shard_leaves_what_stood_at_the_output(gate_folder, tmp_path):
