@@ -25,6 +25,7 @@ from .arguments import PushArguments
 from .card import CARD_FILE, FIGURE_FOLDER, build_card, copy_chat_template, target_of, write_card
 
 PACKAGE = Path(__file__).resolve().parent.parent
+IMAGES = (".svg", ".png", ".jpg", ".jpeg", ".gif", ".webp")
 CODE_FILES = ("configuration_hyperdflash.py", "modeling_hyperdflash.py", "generation_hyperdflash.py")
 
 
@@ -160,8 +161,11 @@ def collect_files(args: PushArguments, config: HyperDFlashConfig, card: Any, sta
 
     if (folder / CARD_FILE).is_file() and args.results is None:
         shutil.copyfile(folder / CARD_FILE, stage / CARD_FILE)
-        if (folder / FIGURE_FOLDER).is_dir():
-            shutil.copytree(folder / FIGURE_FOLDER, stage / FIGURE_FOLDER)
+        figures = folder / FIGURE_FOLDER
+        if figures.is_dir() and not figures.is_symlink():  # a link may lead anywhere
+            for file in (file for file in figures.iterdir() if file.suffix in IMAGES and file.is_file()):
+                (stage / FIGURE_FOLDER).mkdir(exist_ok=True)
+                shutil.copyfile(file, stage / FIGURE_FOLDER / file.name)
     else:
         write_card(card, args.results, stage / CARD_FILE)
 

@@ -126,6 +126,20 @@ def test_the_targets_own_tensors_stay_behind_and_a_dry_run_says_so(hub, drafter,
     assert set(hub.files(REPOSITORY)) == FILES | {".gitattributes"}
 
 
+def test_no_link_leads_into_the_repository(drafter, diagnosis, tmp_path):
+    (drafter / "README.md").write_text(f"# {REPOSITORY}")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key.png").write_text("mine")
+    (drafter / "figures").symlink_to(tmp_path / "private")
+    assert set(run_push(arguments(drafter, diagnosis, dry_run=True))["files"]) == FILES
+    (drafter / "figures").unlink()
+    (drafter / "figures").mkdir()
+    (drafter / "figures" / "mine.svg").write_text("<svg/>")
+    (drafter / "figures" / "more").symlink_to(tmp_path / "private")
+    report = run_push(arguments(drafter, diagnosis, dry_run=True))
+    assert set(report["files"]) == FILES | {"figures/mine.svg"}
+
+
 def test_what_is_published_names_no_folder_of_this_machine(hub, drafter, diagnosis, results, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     secret = tmp_path.parent / "secret"
