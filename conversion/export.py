@@ -39,8 +39,10 @@ def run_export(args: ExportArguments, command: Sequence[str] | None = None) -> d
     check_model_path("model", args.model)
     source = Path(args.model).expanduser()
     check_output_folder(args.output, args.overwrite)
+    commit = None
     if not source.is_dir():
         source = Path(snapshot_download(args.model, revision=args.revision, allow_patterns=HUB_PATTERNS))
+        commit = source.name
     elif args.revision is not None:
         raise ValueError(f"revision: found {args.revision!r} for a local folder, wanted none")
     final = Path(args.output).resolve()
@@ -58,7 +60,7 @@ def run_export(args: ExportArguments, command: Sequence[str] | None = None) -> d
     name = folder_name(args.model) if Path(args.model).is_dir() else args.model
     record = collect_provenance(
         command,
-        exported={"model": name, "revision": args.revision, "layout": args.to},
+        exported={"model": name, "revision": commit, "layout": args.to},
         model_files=file_fingerprints([source / "config.json", *weight_files(source)]),
         earlier=[earlier] if (earlier := read_provenance(source)) else [],
     )

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..conversion.checkpoint import INDEX_FILE
+from ..conversion.checkpoint import INDEX_FILE, SINGLE_FILE
 from ..conversion.export_drafter import check_shapes, load_drafter_config
 from ..conversion.weights import stored_shapes, weight_files
 from ..trainer.doctor.arguments import DoctorArguments
@@ -143,11 +143,13 @@ def doctor_problem(args: PushArguments) -> str | None:
 def collect_files(args: PushArguments, config: HyperDFlashConfig, card: Any, stage: Path) -> None:
     """Puts into the folder `stage` what the repository will hold; weights as hard links where the disk allows it."""
     folder = Path(args.drafter)
-    for name in (GENERATION_CONFIG_NAME, INDEX_FILE):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, stage / name)
-    for file in weight_files(folder):
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(folder / GENERATION_CONFIG_NAME, stage / GENERATION_CONFIG_NAME)
+    weights = weight_files(folder)
+    for file in weights:
         link_or_copy(file, stage / file.name)
+    if weights != [folder / SINGLE_FILE]:
+        shutil.copyfile(folder / INDEX_FILE, stage / INDEX_FILE)
     for name in CODE_FILES:
         shutil.copyfile(folder / name if (folder / name).is_file() else PACKAGE / name, stage / name)
 

@@ -1,5 +1,6 @@
 """DeepSeek-V4's chat form, which its released tokenizer does not bring along."""
 
+import json
 import warnings
 
 import pytest
@@ -127,6 +128,30 @@ def test_generate_adds_it_unless_the_prompt_is_raw(tokenizer, make_target, tmp_p
         _, found, _ = cli.load_pair(str(tmp_path), None, cli.GenerateArguments(prompt="Why?", raw=True))
     assert found.chat_template is None
     assert read_prompt({"messages": [QUESTION, THOUGHT]}, tokenizer).problem is None
+
+
+def test_train_and_regenerate_add_it(make_target, make_drafter, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    target = make_target(bos_token_id=8, eos_token_id=9, pad_token_id=9)
+    target.save_pretrained(tmp_path / "target")
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(target).save_pretrained(tmp_path / "start")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": [QUESTION]}) + "\n")
+    ask = ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "prompts.jsonl"), "--max_new_tokens", "12"]
+    with pytest.warns(UserWarning, match="messages are rendered by deepseek_v4.jinja"):
+        assert cli.main(["regenerate", *ask, "--output", str(tmp_path / "rows.jsonl")]) == 0
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    prompt = [BEGIN, "<｜User｜>", "Why", "?", "<｜Assistant｜>", "</think>"]
+    assert tokenizer.convert_ids_to_tokens(row["input_ids"])[: len(prompt)] == prompt
+
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"messages": [QUESTION, THOUGHT]}) + "\n")
+    options = ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "answers.jsonl"), "--max_steps", "1"]
+    options += ["--drafter", str(tmp_path / "start"), "--output_dir", str(tmp_path / "out"), "--report_to", "none"]
+    options += ["--use_cpu", "--bf16", "false", "--num_anchors", "4", "--disable_tqdm", "true"]
+    with pytest.warns(UserWarning, match="messages are rendered by deepseek_v4.jinja"):
+        assert cli.main(["train", *options]) == 0, capsys.readouterr().err
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATES["deepseek_v4"].read_text()
 
 
 def test_eval_adds_it_and_keeps_one_that_is_given(target_folder, tmp_path):

@@ -373,6 +373,16 @@ def test_the_verb_says_in_one_line_what_is_wrong_and_writes_nothing(arguments, m
     assert message in error and error.count("\n") == 1 and not output.exists()
 
 
+def test_a_drafter_on_the_hub_is_exported_as_one_in_a_folder_and_its_commit_recorded(hub, gate_folder, tmp_path):
+    commit = hub.add_repository("somebody/drafter", gate_folder)
+    export("somebody/drafter", "vllm", tmp_path / "hub-out", revision="main")
+    export(gate_folder, "vllm", tmp_path / "out")
+    assert files_of(tmp_path / "hub-out") == files_of(tmp_path / "out")
+    record = json.loads((tmp_path / "hub-out" / "provenance.json").read_text())["exported"]
+    assert record == {"model": "somebody/drafter", "revision": commit, "layout": "vllm"}
+    assert not any(request.path.endswith(".py") for request in hub.requests)
+
+
 def spoil(folder, kind):
     if kind == "adapter":
         (folder / "adapter_config.json").write_text("{}")

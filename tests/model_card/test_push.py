@@ -126,6 +126,16 @@ def test_the_targets_own_tensors_stay_behind_and_a_dry_run_says_so(hub, drafter,
     assert set(hub.files(REPOSITORY)) == FILES | {".gitattributes"}
 
 
+def test_shards_go_along_with_their_index_and_an_index_of_nothing_stays(pair, drafter, diagnosis):
+    (drafter / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    assert set(run_push(arguments(drafter, diagnosis, dry_run=True))["files"]) == FILES
+    AutoModel.from_pretrained(pair[1]).save_pretrained(drafter.parent / "sharded", max_shard_size="20KB")
+    report = run_push(arguments(drafter.parent / "sharded", diagnosis, dry_run=True, force=True))
+    shards = {name for name in report["files"] if name.startswith("model-")}
+    assert len(shards) > 1
+    assert set(report["files"]) == FILES - {"model.safetensors"} | shards | {"model.safetensors.index.json"}
+
+
 def test_no_link_leads_into_the_repository(drafter, diagnosis, tmp_path):
     (drafter / "README.md").write_text(f"# {REPOSITORY}")
     (tmp_path / "private").mkdir()
