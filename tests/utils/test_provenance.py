@@ -36,8 +36,8 @@ def test_no_token_is_recorded():
 @pytest.mark.parametrize(
     ("found", "wanted"),
     [
-        ("/work/here/runs/drafter", "runs/drafter"),
-        ("/work/here", "."),
+        ("/srv/here/runs/drafter", "runs/drafter"),
+        ("/srv/here", "."),
         ("/home/me/runs/drafter/", "drafter"),
         ("~/runs/drafter", "drafter"),
         ("~nobody-at-all/runs/drafter", "drafter"),
@@ -51,7 +51,7 @@ def test_no_token_is_recorded():
     ],
 )
 def test_published_paths_are_relative_or_their_last_part(found, wanted, monkeypatch):
-    monkeypatch.setattr(Path, "cwd", classmethod(lambda cls: Path("/work/here")))
+    monkeypatch.setattr(Path, "cwd", classmethod(lambda cls: Path("/srv/here")))
     record = {"command": [found], "arguments": {"x": found, "n": 3, "none": None}, "earlier": [{"data": [found]}]}
     assert provenance.published(record) == {
         "command": [wanted],
