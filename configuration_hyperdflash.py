@@ -200,6 +200,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         ).split()
         for name in positive:
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("initializer_range", self.initializer_range > 0, "above 0")
         for name, allowed in (
             ("context_source", CONTEXT_SOURCES),
             ("reducer", REDUCERS),

@@ -32,7 +32,8 @@ from .released import (
 # Options of `init` that only a block drafter has, and may not be given for an MTP module
 BLOCK_OPTIONS = """
     num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim layer_types sliding_window
-    block_size mask_token_id sample_from_anchor context_source target_layer_ids reducer stream_pooling path_norm
+    initializer_range block_size mask_token_id sample_from_anchor context_source target_layer_ids reducer gate_start
+    stream_pooling path_norm
     with_mtp with_head
 """.split()
 

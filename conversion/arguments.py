@@ -90,6 +90,9 @@ class InitArguments:
         default=None,
         metadata={"help": "Window of the sliding layers, in tokens. Needed by, and only with, such layers."},
     )
+    initializer_range: float = field(
+        default=0.02, metadata={"help": "Standard deviation of the body's fresh matrices; narrow bodies want more."}
+    )
 
     block_size: int = field(
         default=7, metadata={"help": "Slots in a block: the anchor and block_size - 1 mask tokens."}
@@ -125,6 +128,13 @@ class InitArguments:
             "Default: hc_gate where the target has usable gates and the context is pre_hc_head; else fc, with a "
             "warning.",
             "choices": ["hc_gate", "fc"],
+        },
+    )
+    gate_start: str = field(
+        default="target",
+        metadata={
+            "help": "For hc_gate: begin with the target's own gates, or with fresh ones (for comparison).",
+            "choices": ["target", "fresh"],
         },
     )
     stream_pooling: str = field(

@@ -54,9 +54,9 @@ def run_init(args: InitArguments, command: Sequence[str] | None = None) -> dict[
 
     Returns:
         JSON values: `output`, `target`, `target_revision`, `context_source`, `reducer`, `path_norm`, `mask_token_id`,
-        `parameters` and `reducer_parameters` (counts), `gates` (name, file, dtype and SHA-256 of each; `None` with
-        fc), `mtp` and `head` (folder, tensors, bytes; `None` where not asked for), and `target_bytes_read` (of the
-        target's files in all).
+        `parameters` and `reducer_parameters` (counts), `gates` (name, file, dtype and SHA-256 of each; `None` where
+        they are not the target's), `mtp` and `head` (folder, tensors, bytes; `None` where not asked for), and
+        `target_bytes_read` (of the target's files in all).
     """
     for name, wanted in (("method", "hyperdflash"), ("mtp_start", "auto"), ("mtp_depths", 6)):
         if (found := getattr(args, name)) != wanted:
@@ -67,7 +67,10 @@ def run_init(args: InitArguments, command: Sequence[str] | None = None) -> dict[
     target = load_target_config(source, args.trust_remote_code)
     check_output(args)
     config = drafter_config(args, target, source)
-    gates = read_gates(source, config.hc_mult, config.hidden_size) if config.reducer == "hc_gate" else None
+    if args.gate_start != "target" and config.reducer != "hc_gate":
+        raise ValueError(f"gate_start: found {args.gate_start!r}, wanted 'target', as reducer is {config.reducer!r}")
+    inherits = config.reducer == "hc_gate" and args.gate_start == "target"
+    gates = read_gates(source, config.hc_mult, config.hidden_size) if inherits else None
     extracts = {"mtp": plan_mtp(source, target) if args.with_mtp else None}
     extracts["head"] = plan_head(source, target) if args.with_head else None
     copied = {name: extract for name, extract in extracts.items() if extract is not None}

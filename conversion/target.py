@@ -95,6 +95,7 @@ def drafter_config(args: InitArguments, target: PreTrainedConfig, source: Source
         max_position_embeddings=target.max_position_embeddings,
         layer_types=args.layer_types,
         sliding_window=args.sliding_window,
+        initializer_range=args.initializer_range,
         block_size=args.block_size,
         mask_token_id=find_mask_token_id(args, target, source),
         sample_from_anchor=args.sample_from_anchor,

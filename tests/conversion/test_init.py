@@ -160,6 +160,22 @@ def test_seed_decides_the_body_and_leaves_the_callers_random_state_alone(tmp_pat
     assert torch.equal(bodies[0], bodies[1]) and not torch.equal(bodies[0], bodies[2])
 
 
+def test_gates_are_fresh_on_request_and_only_they_differ_from_inherited_ones(tmp_path):
+    target = write_checkpoint(tmp_path / "target", random_gates(RELEASED))
+    inherited = init_drafter(target, tmp_path / "inherited", seed=1, **SMALL).state_dict()
+    fresh = init_drafter(target, tmp_path / "fresh", seed=1, gate_start="fresh", **SMALL).state_dict()
+    differ = {name for name in fresh if not torch.equal(fresh[name], inherited[name])}
+    assert differ == {"reducer.hc_fn", "reducer.hc_base", "reducer.hc_scale"}
+    assert json.loads((tmp_path / "fresh" / "provenance.json").read_text())["gates"] is None
+
+
+def test_initializer_range_is_the_standard_deviation_of_the_bodys_matrices(tmp_path):
+    target = write_checkpoint(tmp_path / "target", random_gates(RELEASED))
+    drafter = init_drafter(target, tmp_path / "drafter", initializer_range=0.07, dtype="float32", **SMALL)
+    matrices = [weight.flatten() for weight in drafter.layers.parameters() if weight.dim() == 2]
+    assert torch.cat(matrices).std().item() == pytest.approx(0.07, rel=0.05)
+
+
 def test_config_is_the_targets_where_they_share_something(tmp_path):
     target = write_checkpoint(tmp_path / "target", random_gates(RELEASED))
     config = init_drafter(target, tmp_path / "drafter", target_revision="abc", mask_token_id=63).config
@@ -401,6 +417,8 @@ def test_output_is_replaced_only_when_told_and_only_if_it_is_a_drafter(tmp_path)
         ({}, {"reducer": "fc", "path_norm": "value"}, "path_norm: found 'value'"),
         ({}, {"stream_pooling": "mean"}, "stream_pooling: found 'mean'"),
         ({}, {"dtype": "float8"}, "dtype: found 'float8'"),
+        ({}, {"initializer_range": 0.0}, "initializer_range: found 0.0"),
+        ({}, {"reducer": "fc", "gate_start": "fresh"}, "gate_start: found 'fresh'"),
         ({"hidden_size": 64}, {}, r"shape: found \[4, 128\], wanted \[4, 256\] for 4 streams of width 64"),
         ({"hc_mult": 2}, {}, r"shape: found \[4, 128\], wanted \[2, 64\] for 2 streams"),
     ],
