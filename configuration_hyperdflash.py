@@ -101,6 +101,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         reducer (`str`): `"hc_gate"`, sigmoid gates of the `hc_head` form (paper, equation 1), or `"fc"`, a dense
             projection. `"hc_gate"` needs `"pre_hc_head"` and equal widths.
         stream_pooling (`str`): For `"fc"`: `"flatten"` the streams into one vector, or take their `"mean"`.
+        sequential_head_size (`int`): Width of the [`SequentialHead`], which tells each slot the token drafted before
+            it; 0: none, as in the paper: all slots are drafted independently of each other.
         hc_mult (`int`): Residual streams of the target, `m`.
         hc_eps (`float`): The offset added to the gates, as in the target.
         path_norm (`str`, *optional*): Where the per-path RMSNorm of `"hc_gate"` acts: on the `"value"`s before the
@@ -145,6 +147,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     target_layer_ids: list[int] | None = None
     reducer: str = "hc_gate"
     stream_pooling: str = "flatten"
+    sequential_head_size: int = 0
     hc_mult: int = 4
     hc_eps: float = 1e-6
     path_norm: str | None = None
@@ -200,6 +203,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         ).split()
         for name in positive:
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("sequential_head_size", self.sequential_head_size >= 0, "at least 0")
         self._require("initializer_range", self.initializer_range > 0, "above 0")
         for name, allowed in (
             ("context_source", CONTEXT_SOURCES),

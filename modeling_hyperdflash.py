@@ -89,6 +89,33 @@ class FcReducer(nn.Module):
         return self.fc(pooled.to(self.fc.weight.dtype))
 
 
+class ZeroLinear(nn.Linear):
+    """A projection that begins at zero."""
+
+
+class SequentialHead(nn.Module):
+    """Tells a slot which token was drafted before it. Not in the paper, whose slots are independent of each other.
+
+        h'_k = h_k + down(silu(up([norm(h_k) ; norm(embedding of token k - 1)])))
+
+    It runs behind the body and in front of the target's LM head: the body still drafts the whole block in one pass,
+    and only this small step goes from slot to slot. `down` begins at zero, as if there were no head.
+    """
+
+    def __init__(self, config: HyperDFlashConfig):
+        super().__init__()
+        width, size = config.hidden_size, config.sequential_head_size
+        self.state_norm = MuseGlimmerAssistantRMSNorm(width, eps=config.rms_norm_eps)
+        self.token_norm = MuseGlimmerAssistantRMSNorm(width, eps=config.rms_norm_eps)
+        self.up_proj = nn.Linear(2 * width, size, bias=False)
+        self.down_proj = ZeroLinear(size, width, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, previous_embeds: torch.Tensor) -> torch.Tensor:
+        """`[..., d]` of the body, and the target's embeddings of the tokens before -> `[..., d]` for the LM head."""
+        inputs = torch.cat([self.state_norm(hidden_states), self.token_norm(previous_embeds)], dim=-1)
+        return hidden_states + self.down_proj(F.silu(self.up_proj(inputs)))
+
+
 REDUCER_CLASSES = {"hc_gate": HcGateReducer, "fc": FcReducer}
 
 
@@ -118,6 +145,8 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
             init.ones_(module.hc_scale)
             if module.path_norm_weight is not None:
                 init.ones_(module.path_norm_weight)
+        elif isinstance(module, ZeroLinear):
+            init.zeros_(module.weight)
 
 
 class HyperDFlashModel(HyperDFlashPreTrainedModel):
@@ -141,6 +170,7 @@ class HyperDFlashModel(HyperDFlashPreTrainedModel):
         # After the body: the dtype of a model is that of its first parameter, and the gates are always float32.
         self.reducer = REDUCER_CLASSES[config.reducer](config)
         self.hidden_norm = MuseGlimmerAssistantRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.sequential_head = SequentialHead(config) if config.sequential_head_size else None
         self.gradient_checkpointing = False
         self.generation_config = GenerationConfig(speculation_type="dflash")
         self.last_generation = None
@@ -159,6 +189,7 @@ class HyperDFlashModel(HyperDFlashPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         cache: DFlashCache | None = None,
         use_cache: bool | None = None,
+        previous_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         r"""
@@ -175,6 +206,9 @@ class HyperDFlashModel(HyperDFlashPreTrainedModel):
             cache: keys and values of the context seen so far. The block's own are appended as well: whoever calls
                 again crops them (`cache.crop(-block)`), as the generator of transformers does.
             use_cache: make a cache if none is given.
+            previous_embeds (`[batch, block, d]`): for a drafter with a [`SequentialHead`], target embeddings of the
+                token before the one that each slot predicts, which are known in training. Without them (in decoding)
+                the head is left to the caller, slot by slot.
 
         Returns:
             `last_hidden_state` `[batch, block, d]`, to be put through the target's LM head, and the cache.
@@ -207,7 +241,10 @@ class HyperDFlashModel(HyperDFlashPreTrainedModel):
                 cache=cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        hidden_states = self.norm(hidden_states)
+        if self.sequential_head is not None and previous_embeds is not None:
+            hidden_states = self.sequential_head(hidden_states, previous_embeds)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
     def _decoding_mask(
         self,
@@ -286,4 +323,4 @@ if __name__.split(".")[0] == "hyperdflash":  # the installed package; a remote-c
     AutoConfig.register(HyperDFlashConfig.model_type, HyperDFlashConfig, exist_ok=True)
     AutoModel.register(HyperDFlashConfig, HyperDFlashModel, exist_ok=True)
 
-__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashModel", "HyperDFlashPreTrainedModel"]
+__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashModel", "HyperDFlashPreTrainedModel", "SequentialHead"]

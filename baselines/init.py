@@ -33,7 +33,7 @@ from .released import (
 BLOCK_OPTIONS = """
     num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim layer_types sliding_window
     initializer_range block_size mask_token_id sample_from_anchor context_source target_layer_ids reducer gate_start
-    stream_pooling path_norm
+    stream_pooling path_norm sequential_head_size
     with_mtp with_head
 """.split()
 

@@ -141,6 +141,12 @@ class InitArguments:
         default="flatten",
         metadata={"help": "For fc: flatten the streams, or take their mean.", "choices": ["flatten", "mean"]},
     )
+    sequential_head_size: int = field(
+        default=0,
+        metadata={
+            "help": "Width of a head that tells each slot which token was drafted before it. 0: none, as in the paper."
+        },
+    )
     path_norm: str | None = field(
         default=None,
         metadata={

@@ -34,9 +34,9 @@ QWEN3_FIELDS = (
     "initializer_range vocab_size tie_word_embeddings pad_token_id bos_token_id eos_token_id dtype"
 ).split()
 DFLASH_FIELDS = (
-    "block_size mask_token_id sample_from_anchor context_source target_layer_ids reducer stream_pooling hc_mult "
-    "hc_eps path_norm target_model_type target_hidden_size target_num_hidden_layers target_rms_norm_eps "
-    "target_name_or_path target_revision"
+    "block_size mask_token_id sample_from_anchor context_source target_layer_ids reducer stream_pooling "
+    "sequential_head_size hc_mult hc_eps path_norm target_model_type target_hidden_size target_num_hidden_layers "
+    "target_rms_norm_eps target_name_or_path target_revision"
 ).split()
 # Settings of published DFlash folders that this drafter has one form of only: name -> the values that mean it
 FIXED_SETTINGS = {
@@ -101,6 +101,8 @@ def check_layout(config: HyperDFlashConfig, layout: str) -> None:
     engine = "vLLM's dflash method" if layout == "vllm" else "DFlash"
     if config.sample_from_anchor:
         refuse("sample_from_anchor", f"False: {engine} drafts from the mask slots only")
+    if config.sequential_head_size:
+        refuse("sequential_head_size", f"0: {engine} drafts all slots of a block at once")
     if config.hidden_act != "silu":
         refuse("hidden_act", "'silu', the only one that engines have for this body")
     if layout == "vllm":

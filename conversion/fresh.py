@@ -54,8 +54,7 @@ def write_fresh_drafter(
         file.write(header)
         for _, part in _parts(drafter):
             part.to_empty(device="cpu")
-            for module in part.modules():
-                drafter._init_weights(module)
+            part.apply(drafter._init_weights)
             if part is drafter.reducer and gates is not None:
                 with torch.no_grad():
                     for name in gates.sources:

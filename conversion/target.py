@@ -103,6 +103,7 @@ def drafter_config(args: InitArguments, target: PreTrainedConfig, source: Source
         target_layer_ids=args.target_layer_ids,
         reducer=choose_reducer(args, target),
         stream_pooling=args.stream_pooling,
+        sequential_head_size=args.sequential_head_size,
         hc_mult=target.hc_mult,
         hc_eps=target.hc_eps,
         path_norm=args.path_norm,

@@ -21,7 +21,7 @@ INNER_FIELDS = (
     "target_num_hidden_layers",
     "target_model_type",
 )
-TRAINING_FIELDS = ("auto_map", "context_source", "sample_from_anchor")
+TRAINING_FIELDS = ("auto_map", "context_source", "sample_from_anchor", "sequential_head_size")
 
 
 def serving_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +42,8 @@ def serving_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         )
     if fields.get("sample_from_anchor") or inner.get("sample_from_anchor"):
         raise ValueError("drafter: sample_from_anchor: found True, wanted False: vLLM drafts from the mask slots only")
+    if size := fields.get("sequential_head_size") or inner.get("sequential_head_size"):
+        raise ValueError(f"drafter: sequential_head_size: found {size}, wanted 0: vLLM drafts all slots at once")
     for name in INNER_FIELDS:
         if name in fields:
             inner.setdefault(name, fields.pop(name))

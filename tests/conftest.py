@@ -100,7 +100,10 @@ def build_drafter(target: DeepseekV4ForCausalLM, seed: int = 0, **overrides):
         "target_rms_norm_eps": config.rms_norm_eps,
     } | overrides
     torch.manual_seed(seed)
-    return HyperDFlashModel(HyperDFlashConfig(**fields)).eval()
+    drafter = HyperDFlashModel(HyperDFlashConfig(**fields)).eval()
+    if drafter.sequential_head is not None:  # a fresh one does nothing
+        torch.nn.init.normal_(drafter.sequential_head.down_proj.weight, std=0.3)
+    return drafter
 
 
 @pytest.fixture(scope="session")

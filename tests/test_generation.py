@@ -23,6 +23,7 @@ from hyperdflash.generation_hyperdflash import (
     install_hooks,
     remove_hooks,
 )
+from hyperdflash.trainer.states import LiveTargetStates
 
 HOOKED = ("_validate_generation_mode", "_get_candidate_generator", "_assisted_decoding")
 
@@ -574,14 +575,14 @@ class Markov:
     one row of a transition table for each current token.
     """
 
-    def __init__(self, make_target, make_drafter):
+    def __init__(self, make_target, make_drafter, **drafter_fields):
         fields = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
         fields |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "hc_mult": 2, "hc_sinkhorn_iters": 1}
         self.target = make_target(vocab_size=12, **fields)
         torch.nn.init.zeros_(self.target.model.layers[0].self_attn.o_b_proj.weight)
         self.target.lm_head.weight.data *= 0.33  # flatter distributions: about four of five drafts are accepted
         fields = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "sliding_window": 16, "block_size": 11}
-        self.drafter = make_drafter(self.target, **fields)
+        self.drafter = make_drafter(self.target, **fields, **drafter_fields)
 
     @torch.no_grad()
     def transitions(self, temperature=1.0, top_k=None, top_p=None):
@@ -642,6 +643,40 @@ def test_sampled_tokens_have_the_targets_distribution(markov):
     # Drafts are accepted and refused in every slot, so the rule is at work
     assert all(0.3 < rate < 0.95 for rate in statistics.conditional_acceptance_per_slot)
     assert min(statistics.accepted_per_slot) > 200
+
+
+@pytest.mark.parametrize("processors", [{}, {"temperature": 0.6, "top_k": 5}])
+def test_tokens_sampled_with_a_sequential_head_have_the_targets_distribution(make_target, make_drafter, processors):
+    markov = Markov(make_target, make_drafter, sequential_head_size=16)
+    assert markov.p_value(4_000, calls=2, **processors) > 0.001
+    assert markov.statistics.accepted > 400
+
+
+def test_a_sequential_head_sees_the_draft_before_each_slot(target, make_drafter):
+    """The drafts are those of a forward that is given them, one slot later; greedy text is the target's."""
+    drafter = make_drafter(target, sequential_head_size=24)
+    rounds = []
+    get_candidates = HyperDFlashCandidateGenerator.get_candidates
+
+    def record(self, input_ids, *args, **kwargs):
+        rounds.append((input_ids, *get_candidates(self, input_ids, *args, **kwargs)))
+        return rounds[-1][1:]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HyperDFlashCandidateGenerator, "get_candidates", record)
+        text = target.generate(prompt(9), assistant_model=drafter, do_sample=False, max_new_tokens=24)
+    assert torch.equal(text, target.generate(prompt(9), do_sample=False, max_new_tokens=24))
+    context = LiveTargetStates(target, drafter.config)(text, torch.ones_like(text)).context
+    embed, mask = target.get_input_embeddings(), drafter.config.mask_token_id
+    drafted = [(known, ids, logits) for known, ids, logits in rounds if logits is not None and logits.shape[1] == 6]
+    assert len(drafted) > 5
+    with torch.no_grad():
+        for known, ids, logits in drafted:
+            anchor = known.shape[1] - 1
+            noise = torch.tensor([[int(known[0, -1]), *[mask] * 6]])
+            before = torch.cat([known[:, -1:], known[:, -1:], ids[:, known.shape[1] : -1]], dim=1)  # [1, 7]
+            states = drafter(embed(noise), context[:, :anchor], previous_embeds=embed(before)).last_hidden_state[:, 1:]
+            torch.testing.assert_close(target.lm_head(states), logits, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("processors", [{"temperature": 0.6, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8}])

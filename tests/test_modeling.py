@@ -33,6 +33,7 @@ VARIANTS = {
     "multi_layer_fc": {"reducer": "fc", "context_source": "multi_layer", "target_layer_ids": [0, 1, 2]},
     "mean_fc": {"reducer": "fc", "stream_pooling": "mean"},
     "sample_from_anchor": {"sample_from_anchor": True},
+    "sequential_head": {"sequential_head_size": 48},
 }
 
 
@@ -56,6 +57,23 @@ def randomize_gates(module: torch.nn.Module) -> None:
     for name in ("hc_fn", "hc_base", "hc_scale"):
         parameter = getattr(module, name)
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def test_a_fresh_sequential_head_changes_nothing_and_a_trained_one_reads_the_token_before_each_slot():
+    model, plain = make(sequential_head_size=48), make()
+    inputs, previous = inputs_for(model), torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(5))
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in plain.state_dict()})
+    without = plain(**inputs).last_hidden_state
+    assert torch.equal(model(**inputs, previous_embeds=previous).last_hidden_state, without)
+
+    torch.nn.init.normal_(model.sequential_head.down_proj.weight)
+    assert torch.equal(model(**inputs).last_hidden_state, without)  # the caller goes from slot to slot
+    found, head = model(**inputs, previous_embeds=previous).last_hidden_state, model.sequential_head
+    for slot in range(7):
+        parts = (without[0, slot], previous[0, slot])
+        normed = torch.cat([part / (part.square().mean() + model.config.rms_norm_eps).sqrt() for part in parts])
+        wanted = parts[0] + head.down_proj.weight @ torch.nn.functional.silu(head.up_proj.weight @ normed)
+        torch.testing.assert_close(found[0, slot], wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -33,14 +33,30 @@ def draft_hidden_states(
     config, geometry = drafter.config, drafter.config.geometry
     dtype = next(drafter.layers.parameters()).dtype
     noise_embeds = modules.embed_blocks(input_ids.gather(1, anchors), config.mask_token_id, geometry.block_size)
+    known = {}
+    if config.sequential_head_size:
+        known["previous_embeds"] = modules.embedding(previous_tokens(input_ids, anchors, geometry)).to(dtype)
     outputs = model(
         noise_embeds=noise_embeds.to(dtype),  # [b, A * B, d]
         context_hidden_states=states.context.to(dtype),  # or what the reducer makes of them is rounded as they were
         attention_mask=attention_masks(anchors, input_ids.shape[1], config, dtype),
         position_ids=position_ids(anchors, input_ids.shape[1], geometry),
+        **known,
     )
     hidden_states = outputs.last_hidden_state.unflatten(1, (-1, geometry.block_size))  # [b, A, B, d]
     return hidden_states[:, :, geometry.first_slot :]
+
+
+def previous_tokens(
+    input_ids: torch.LongTensor, anchors: torch.LongTensor, geometry: BlockGeometry
+) -> torch.LongTensor:
+    """The text's token before the one that each slot predicts: `[b, A * B]`, for ids `[b, s]` and anchors `[b, A]`.
+
+    A draft counts only while all drafts before it equal the text: it then stands behind these tokens in decoding too.
+    """
+    offsets = [geometry.label_offset(slot) - 1 for slot in range(geometry.block_size)]
+    places = anchors.unsqueeze(-1) + torch.tensor(offsets, device=anchors.device)  # [b, A, B]
+    return input_ids.gather(1, places.clamp(0, input_ids.shape[1] - 1).flatten(1))
 
 
 def teacher_positions(anchors: torch.LongTensor, geometry: BlockGeometry, num_positions: int) -> torch.LongTensor:

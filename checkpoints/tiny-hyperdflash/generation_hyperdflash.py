@@ -758,6 +758,7 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
     * padding is left out of the context (batch size is 1), so the drafter sees what it was trained on;
     * temperature, top-k and the like are applied to all slots at once; only processors that read the tokens before a
       slot are run slot by slot; without processors there is no loop;
+    * a drafter with a sequential head goes through LM head and processors slot by slot, each behind the draft before;
     * with sampling, draft logits are returned in float32: the distribution that rejection sampling divides by is then
       the one that the drafts were drawn from, in half precision too;
     * the context outlives the call. It is bound to the target's cache (weakly, and only for as long as nobody else
@@ -827,9 +828,13 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
         hidden_states = self._draft(input_ids, model_kwargs)  # [b, block, d]
         first = self.geometry.first_slot
         hidden_states = hidden_states[:, first : first + num_drafts]
+        if getattr(self.assistant_model, "sequential_head", None) is not None:
+            return self._choose_in_sequence(input_ids, hidden_states)
+        return self._choose(input_ids, self._logits(hidden_states, input_ids.device))
+
+    def _logits(self, hidden_states: torch.Tensor, device: torch.device) -> torch.Tensor:
         lm_head = self.main_model_output_embeddings
-        logits = lm_head(hidden_states.to(lm_head.weight.device, lm_head.weight.dtype)).to(input_ids.device)
-        return self._choose(input_ids, logits)
+        return lm_head(hidden_states.to(lm_head.weight.device, lm_head.weight.dtype)).to(device)
 
     def _draft(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
         pending = self.context.pending
@@ -870,6 +875,19 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
         if self.processors:
             logits = self.logits_processor(input_ids, logits[0]).unsqueeze(0)
         return torch.cat([input_ids, self._pick(logits[0]).transpose(0, 1)], dim=-1), logits
+
+    def _choose_in_sequence(
+        self, input_ids: torch.LongTensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
+        """As `_choose`, from the body's `[b, drafts, d]`, with the sequential head between one slot and the next."""
+        candidate_ids, rows = input_ids, []
+        for slot in range(hidden_states.shape[1]):
+            previous = candidate_ids[:, -1:].to(self.noise_ids_mask.device)
+            embeds = self._get_noise_embeds(previous).to(hidden_states.device, hidden_states.dtype)
+            mixed = self.assistant_model.sequential_head(hidden_states[:, slot : slot + 1], embeds)  # [b, 1, d]
+            candidate_ids, logits = self._choose(candidate_ids, self._logits(mixed, input_ids.device))
+            rows.append(logits)
+        return candidate_ids, torch.cat(rows, dim=1)
 
     def _pick(self, logits: torch.Tensor) -> torch.LongTensor:
         """`[rows, vocab]` -> `[rows, 1]`."""
@@ -1287,7 +1305,7 @@ _HOOKS = {
     "_get_candidate_generator": _hook_get_candidate_generator,
     "_assisted_decoding": _hook_assisted_decoding,
 }
-_HOOKS_VERSION = 2
+_HOOKS_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,12 @@ def test_a_trained_drafter_is_healthy_and_acceptance_is_the_same_slot_by_slot(tr
 
 @pytest.mark.parametrize(
     "fields",
-    [{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, MULTI_LAYER],
-    ids=["sliding", "multi_layer"],
+    [
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+        MULTI_LAYER,
+        {"sequential_head_size": 24},
+    ],
+    ids=["sliding", "multi_layer", "sequential_head"],
 )
 def test_an_untrained_drafter_is_healthy_and_its_fit_is_not_judged(fields, build, examine):
     faults, diagnosis = examine(build(**fields))
@@ -273,6 +277,24 @@ def test_a_fault_in_one_pass_is_named(plant, named, trained, examine, monkeypatc
         assert diagnosis.acceptance.differences == []
     if plant is not rotary_buffer_lost:
         assert faults[0].startswith("acceptance: found")
+
+
+def test_a_sequential_head_is_healthy_and_one_that_decoding_leaves_out_is_named(
+    random_target, texts, build, examine, monkeypatch
+):
+    drafter = train(random_target, build(sequential_head_size=24), texts)
+    faults, diagnosis = examine(drafter)
+    assert faults == []
+    found = diagnosis.acceptance.to_dict()
+    assert found["training_per_slot"] == found["decoding_per_slot"] == found["statistics"]["acceptance_per_slot"]
+    assert found["statistics"]["accepted_length"] > 1.3 and found["drafts"] > 20
+
+    def without_head(self, input_ids, hidden_states):
+        return self._choose(input_ids, self._logits(hidden_states, input_ids.device))
+
+    monkeypatch.setattr(HyperDFlashCandidateGenerator, "_choose_in_sequence", without_head)
+    faults, _ = examine(drafter)
+    assert faults[0].startswith("acceptance: found") and any(fault.startswith("lm_head: found") for fault in faults)
 
 
 @pytest.mark.parametrize(("plant", "where"), [(tap_one_layer_off, "decoding"), (training_one_layer_off, "training")])

@@ -82,12 +82,15 @@ def measure_acceptance(case: Case) -> Acceptance:
         for index, each in enumerate(text.rounds):
             count = len(each.drafts)
             taught = modules.logits(text.hidden_states[index, :count]).float()  # [drafts, vocab]
-            served = modules.logits(each.call.hidden_states[geometry.first_slot :][:count]).float()
+            served = modules.logits(each.hidden_states).float()
             tokens = taught.argmax(dim=-1)
             right = (tokens == text.labels[index, :count]) & text.counts[index, :count]
             found.training.append(int(right.cumprod(dim=0).sum()))
-            found.drafts += count
+            labels = text.labels[index].tolist()
             for slot, (mine, theirs) in enumerate(zip(tokens.tolist(), each.drafts)):
+                if case.drafter.config.sequential_head_size and each.drafts[:slot] != labels[:slot]:
+                    break  # training goes on behind the text, decoding behind its own drafts
+                found.drafts += 1
                 if mine == theirs:
                     continue
                 margin = max(
@@ -251,7 +254,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
 @torch.no_grad()
 def check_lm_head(case: Case) -> Generator[str, None, str]:
     """Drafts go through the target's own LM head, and what training borrows gives the target's own logits."""
-    modules, first, dtype = TargetModules.of(case.target), case.drafter.config.geometry.first_slot, case.drafter.dtype
+    modules, dtype = TargetModules.of(case.target), case.drafter.dtype
     residual = case.streams.layers[max(case.streams.layers) - 1]  # [1, s, m, d]
     logits = modules.logits(modules.teacher_states(residual, "hc_head"))
     if apart(logits[0], case.streams.logits[0], STATE_TOLERANCE[dtype]):
@@ -262,7 +265,7 @@ def check_lm_head(case: Case) -> Generator[str, None, str]:
     drafts = wrong = 0
     for each in (each for text in case.walks for each in text.rounds):
         for slot, token in enumerate(each.drafts):
-            logits = modules.logits(each.call.hidden_states[first + slot]).float()  # [vocab]
+            logits = modules.logits(each.hidden_states[slot]).float()  # [vocab]
             wrong += float(logits.max() - logits[token]) > tie(logits, dtype)
             drafts += 1
     if wrong:

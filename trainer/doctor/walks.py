@@ -53,11 +53,16 @@ class DrafterCall:
 
 @dataclass
 class Round:
-    """A round of the decoding loop: the draft behind `anchor`, and the tokens that the target was given to verify."""
+    """A round of the decoding loop: the draft behind `anchor`, and the tokens that the target was given to verify.
+
+    Attributes:
+        hidden_states: what the LM head took for the drafts, `[drafts, d]`: a sequential head sees the draft before.
+    """
 
     anchor: int
     drafts: list[int]
     call: DrafterCall
+    hidden_states: torch.Tensor
 
 
 @dataclass
@@ -135,7 +140,12 @@ def decode(
     def keep_round(module, args, arguments):
         if calls:  # otherwise a forward without drafts: the prefill, or a last token
             anchor = arguments["cache"].get_seq_length()  # the first token that the target has not processed
-            rounds.append(Round(anchor, arguments["input_ids"][0, 1:].tolist(), calls.pop()))
+            tokens, call = arguments["input_ids"][0], calls.pop()  # the anchor's and the drafts
+            states = call.hidden_states[drafter.config.geometry.first_slot :][: len(tokens) - 1]
+            if drafter.config.sequential_head_size:
+                embeds = target.get_input_embeddings()(tokens[:-1]).to(states.device, states.dtype)
+                states = drafter.sequential_head(states, embeds)
+            rounds.append(Round(anchor, tokens[1:].tolist(), call, states))
 
     inputs = torch.tensor([prompt], device=target.device)
     with plain_greedy(target, drafter), drafter_calls(drafter) as calls:
