@@ -6,7 +6,8 @@ Each cell is `hyperdflash init` and `hyperdflash train` with the settings of `ab
 commands stand in each folder's `provenance.json`. All cells see the same rows and anchors in the same order. Ten times
 in a run their acceptance is measured on the target's own greedy answers to held-out prompts (`heldout.jsonl`, made
 first by `hyperdflash regenerate`), behind the same anchors for all. Writes `ablation.json` and `ablation.md`. The same
-command again goes on where it stopped; `--shard 0/2` and `--shard 1/2` share the cells between two processes.
+command again goes on where it stopped; `--shard 0/2` and `--shard 1/2` share the cells between two processes. Options
+that are not listed go to `hyperdflash train`, in every cell: `--max_steps 3000`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from hyperdflash.utils.folders import whole_file
 from hyperdflash.utils.provenance import collect_provenance
 
 HERE = Path(__file__).resolve().parent
+GATES = ["--context_source", "pre_hc_head", "--reducer", "hc_gate"]
+LAYERS = ["--context_source", "multi_layer", "--target_layer_ids", "0", "1", "2", "--reducer", "fc"]
+PARALLEL, SEQUENTIAL = ["--sequential_head_size", "0"], ["--sequential_head_size", "384"]
 CONDITIONS = {  # options of `init`
-    "pre_hc_head, target's gates": ["--context_source", "pre_hc_head", "--reducer", "hc_gate"],
-    "pre_hc_head, fresh gates": ["--context_source", "pre_hc_head", "--reducer", "hc_gate", "--gate_start", "fresh"],
-    "pre_hc_head, fc": ["--context_source", "pre_hc_head", "--reducer", "fc"],
-    "multi_layer, fc": ["--context_source", "multi_layer", "--target_layer_ids", "0", "1", "2", "--reducer", "fc"],
+    "pre_hc_head, target's gates": [*GATES, *PARALLEL],
+    "pre_hc_head, fresh gates": [*GATES, "--gate_start", "fresh", *PARALLEL],
+    "pre_hc_head, fc": ["--context_source", "pre_hc_head", "--reducer", "fc", "--path_norm", "none", *PARALLEL],
+    "multi_layer, fc": [*LAYERS, "--path_norm", "none", *PARALLEL],
+    "pre_hc_head, target's gates, sequential head": [*GATES, *SEQUENTIAL],
+    "multi_layer, fc, sequential head": [*LAYERS, "--path_norm", "none", *SEQUENTIAL],
 }
 TEACHERS = {  # options of `train`
     "none": ["--kl_weight", "0"],
@@ -53,6 +59,7 @@ def check_settings(args: argparse.Namespace) -> None:
     """
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {"target": args.target, "data": args.data, "prompts": args.prompts, "per_task": args.per_task}
+    settings["options"] = args.options
     settings["recipes"] = {name: (HERE / name).read_text(encoding="utf-8") for name in ("init.yaml", "ablation.yaml")}
     file = args.output / "settings.json"
     if not file.exists():
@@ -73,16 +80,8 @@ def make_held_out(args: argparse.Namespace) -> str:
                 for prompt in load_prompts((), args.prompts, args.per_task)
             )
             Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = [
-        "--temperatures",
-        "0",
-        "--thinking_share",
-        "0.5",
-        "--max_new_tokens",
-        "160",
-        "--max_prompt_length",
-        "320",
-    ]
+    options = ["--temperatures", "0", "--thinking_share", "0.5", "--max_new_tokens", "160"]
+    options += ["--max_prompt_length", "320"]
     options += ["--batch_size", "64", "--length_spread", "8", "--target_dtype", "float32"]
     run("regenerate", "--target", args.target, "--data", str(prompts), "--output", str(rows), *options)
     return str(rows)
@@ -98,7 +97,8 @@ def train_cell(args: argparse.Namespace, condition: str, teacher: str, seed: int
         options = [*CONDITIONS[condition], "--seed", str(seed)]
         run("init", "--config", str(HERE / "init.yaml"), "--target", args.target, "--output", str(start), *options)
     words = ["--config", str(HERE / "ablation.yaml"), "--drafter", str(start), "--target", args.target]
-    words += ["--data", args.data, "--eval_data", held_out, "--output_dir", str(folder), *TEACHERS[teacher]]
+    words += ["--data", args.data, "--eval_data", held_out, "--output_dir", str(folder)]
+    words += [*TEACHERS[teacher], *args.options]
     if args.states_cache:
         source = CONDITIONS[condition][1]
         words += ["--states_cache", str(args.states_cache / source)]
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--states_cache", type=Path, help="folder to keep the target's states in, a source each")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="do each N-th cell, from the I-th")
-    args = parser.parse_args()
+    args, args.options = parser.parse_known_args()
     first, step = map(int, args.shard.split("/"))
     check_settings(args)
     held_out = make_held_out(args)
