@@ -205,6 +205,8 @@ def test_v4s_window_in_vllm_cannot_cut_the_context_of_plain_dflash(layers_folder
         ),
         ("dflash", {**LAYER_STATES, "target_hidden_size": 64}, "target_hidden_size: found 64"),
         ("vllm", {"sample_from_anchor": True}, "sample_from_anchor: found True, wanted False"),
+        ("vllm", {"sequential_head_size": 8}, "sequential_head_size: found 8, wanted 0"),
+        ("dflash", {**LAYER_STATES, "sequential_head_size": 8}, "sequential_head_size: found 8, wanted 0"),
         ("vllm", LAYER_STATES, "context_source: found 'multi_layer', wanted 'pre_hc_head'"),
         ("vllm", {"hidden_act": "gelu"}, "hidden_act: found 'gelu'"),
     ],

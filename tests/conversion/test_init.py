@@ -176,6 +176,13 @@ def test_initializer_range_is_the_standard_deviation_of_the_bodys_matrices(tmp_p
     assert torch.cat(matrices).std().item() == pytest.approx(0.07, rel=0.05)
 
 
+def test_sequential_head_begins_as_if_there_were_none(tmp_path):
+    target = write_checkpoint(tmp_path / "target", random_gates(RELEASED))
+    drafter = init_drafter(target, tmp_path / "drafter", sequential_head_size=12, **SMALL)
+    assert drafter.sequential_head.up_proj.weight.abs().min() > 0
+    assert (drafter.sequential_head.down_proj.weight == 0).all()
+
+
 def test_config_is_the_targets_where_they_share_something(tmp_path):
     target = write_checkpoint(tmp_path / "target", random_gates(RELEASED))
     config = init_drafter(target, tmp_path / "drafter", target_revision="abc", mask_token_id=63).config
@@ -216,6 +223,8 @@ def test_options_reach_the_config(tmp_path):
         "block_size": 5,
         "sample_from_anchor": True,
         "path_norm": "pre_gate",
+        "sequential_head_size": 12,
+        "initializer_range": 0.05,
         "mask_token_id": 3,
         "target_name_or_path": "somebody/target",
     }
