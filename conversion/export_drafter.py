@@ -101,14 +101,14 @@ def check_layout(config: HyperDFlashConfig, layout: str) -> None:
     engine = "vLLM's dflash method" if layout == "vllm" else "DFlash"
     if config.sample_from_anchor:
         refuse("sample_from_anchor", f"False: {engine} drafts from the mask slots only")
-    if config.sequential_head_size:
-        refuse("sequential_head_size", f"0: {engine} drafts all slots of a block at once")
     if config.hidden_act != "silu":
         refuse("hidden_act", "'silu', the only one that engines have for this body")
     if layout == "vllm":
         if config.context_source != "pre_hc_head":
             refuse("context_source", "'pre_hc_head' (--to dflash for the states of several layers)")
         return
+    if config.sequential_head_size:
+        refuse("sequential_head_size", "0: plain DFlash drafts all slots of a block at once (--to vllm has the head)")
     if config.reducer != "fc":
         refuse("reducer", "'fc': plain DFlash has no place for gates (--to vllm has)")
     if config.stream_pooling == "flatten" and config.hc_mult > 1:

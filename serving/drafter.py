@@ -31,6 +31,7 @@ LAYER_WEIGHTS = (
     "self_attn.q_proj",
     "self_attn.v_proj",
 )
+HEAD_PREFIX = "sequential_head."
 
 
 def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -97,6 +98,25 @@ class FcReducer(nn.Module):
 REDUCER_CLASSES = {"hc_gate": HcGateReducer, "fc": FcReducer}
 
 
+class SequentialHead(nn.Module):
+    """Tells a slot which token was drafted before it: two small projections, replicated as the reducers are.
+
+    h'_k = h_k + down(silu(up([norm(h_k) ; norm(embedding of token k - 1)])))
+    """
+
+    def __init__(self, size: int, width: int, norm_eps: float):
+        super().__init__()
+        self.norm_eps = norm_eps
+        self.state_norm, self.token_norm = _parameter(width), _parameter(width)
+        self.up_proj, self.down_proj = _parameter(size, 2 * width), _parameter(width, size)
+
+    def forward(self, hidden_states: torch.Tensor, previous_embeds: torch.Tensor) -> torch.Tensor:
+        """Both `[requests, d]` -> `[requests, d]`."""
+        parts = ((hidden_states, self.state_norm), (previous_embeds, self.token_norm))
+        normed = [weight * rms(part, self.norm_eps).to(part.dtype) for part, weight in parts]
+        return hidden_states + F.linear(F.silu(F.linear(torch.cat(normed, dim=-1), self.up_proj)), self.down_proj)
+
+
 class OwnCacheDecoderLayer(DFlashQwen3DecoderLayer):
     """vLLM's layer with two settings that are the target's and not the drafter's taken back.
 
@@ -125,6 +145,10 @@ class HyperDFlashModel(DFlashQwen3Model):
         fields = self.config.dflash_config
         reducer_class = REDUCER_CLASSES[fields["reducer"]]
         self.reducer = reducer_class(fields, self.config.hidden_size, self.config.rms_norm_eps)
+        size = fields["sequential_head_size"]
+        self.sequential_head = (
+            SequentialHead(size, self.config.hidden_size, self.config.rms_norm_eps) if size else None
+        )
 
 
 class HyperDFlashForCausalLM(DFlashQwen3ForCausalLM):
@@ -144,6 +168,40 @@ class HyperDFlashForCausalLM(DFlashQwen3ForCausalLM):
             speculation.num_speculative_tokens,
         )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.num_drafts = speculation.num_speculative_tokens
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Blocks of `1 + drafts` tokens -> `[tokens, d]`; with a sequential head `[tokens, 2 d]`.
+
+        vLLM picks the rows of the mask slots out of it and hands them to `compute_logits`: each brings the embedding
+        of its block's anchor along, which is the token before the first draft.
+        """
+        hidden_states = super().forward(input_ids, positions, inputs_embeds)
+        if self.model.sequential_head is None:
+            return hidden_states
+        rows = torch.arange(len(hidden_states), device=hidden_states.device)
+        embeds = self.model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        anchors = embeds[rows - rows % (1 + self.num_drafts)]
+        return torch.cat([hidden_states, anchors.to(hidden_states.dtype)], dim=-1)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `[requests * drafts, vocab]` of rows in this order.
+
+        With a sequential head slot `k` stands behind the likeliest token of slot `k - 1`: the likeliest tokens of all
+        rows are the draft. Where vLLM draws drafts at random it draws them from these rows too: right, as it verifies
+        them against the same rows, but they fit less well.
+        """
+        head = self.model.sequential_head
+        if head is None or hidden_states.shape[-1] == self.config.hidden_size:
+            return super().compute_logits(hidden_states)
+        states, anchors = hidden_states.unflatten(0, (-1, self.num_drafts)).chunk(2, dim=-1)  # [requests, drafts, d]
+        previous, logits = anchors[:, 0], []
+        for slot in range(self.num_drafts):
+            logits.append(super().compute_logits(head(states[:, slot], previous)))  # [requests, vocab]
+            previous = self.model.embed_input_ids(logits[-1].argmax(dim=-1)).to(states.dtype)
+        return torch.stack(logits, dim=1).flatten(0, 1)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The residual `[tokens, m * d]` -> the drafter's context `[tokens, d]`, before `hidden_norm`."""
@@ -161,10 +219,15 @@ class HyperDFlashForCausalLM(DFlashQwen3ForCausalLM):
         wanted |= {f"reducer.{name}" for name, _ in self.model.reducer.named_parameters()}
         layers = range(self.config.num_hidden_layers)
         wanted |= {f"layers.{layer}.{name}.weight" for layer in layers for name in LAYER_WEIGHTS}
+        head = {} if self.model.sequential_head is None else dict(self.model.sequential_head.named_parameters())
+        wanted |= {f"{HEAD_PREFIX}{name}.weight" for name in head}
         if found != wanted:
             few, many = ", ".join(sorted(wanted - found)[:3]), ", ".join(sorted(found - wanted)[:3])
             raise ValueError(f"drafter: weights: missing {few or 'none'}; unknown {many or 'none'}")
-        super().load_weights(weights)
+        for name, tensor in weights:  # vLLM would take its `up_proj` for half of a fused one
+            if name.startswith(HEAD_PREFIX):
+                head[name.removeprefix(HEAD_PREFIX).removesuffix(".weight")].data.copy_(tensor)
+        super().load_weights((name, tensor) for name, tensor in weights if not name.startswith(HEAD_PREFIX))
 
 
 class VanillaDFlashModel(DFlashQwen3Model):
@@ -194,4 +257,4 @@ class VanillaDFlashForCausalLM(DFlashQwen3ForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
-__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashForCausalLM", "VanillaDFlashForCausalLM"]
+__all__ = ["FcReducer", "HcGateReducer", "HyperDFlashForCausalLM", "SequentialHead", "VanillaDFlashForCausalLM"]

@@ -21,7 +21,7 @@ INNER_FIELDS = (
     "target_num_hidden_layers",
     "target_model_type",
 )
-TRAINING_FIELDS = ("auto_map", "context_source", "sample_from_anchor", "sequential_head_size")
+TRAINING_FIELDS = ("auto_map", "context_source", "sample_from_anchor")
 
 
 def serving_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,11 +42,10 @@ def serving_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         )
     if fields.get("sample_from_anchor") or inner.get("sample_from_anchor"):
         raise ValueError("drafter: sample_from_anchor: found True, wanted False: vLLM drafts from the mask slots only")
-    if size := fields.get("sequential_head_size") or inner.get("sequential_head_size"):
-        raise ValueError(f"drafter: sequential_head_size: found {size}, wanted 0: vLLM drafts all slots at once")
-    for name in INNER_FIELDS:
+    for name in (*INNER_FIELDS, "sequential_head_size"):
         if name in fields:
             inner.setdefault(name, fields.pop(name))
+    inner.setdefault("sequential_head_size", 0)
     missing = [name for name in INNER_FIELDS if inner.get(name) is None]
     if "block_size" not in fields:
         missing.append("block_size")

@@ -96,7 +96,9 @@ facts = {
 }
 stub = SimpleNamespace(
     config=SimpleNamespace(num_hidden_layers=0),
-    model=SimpleNamespace(reducer=SimpleNamespace(named_parameters=lambda: [("hc_fn", None), ("hc_base", None)])),
+    model=SimpleNamespace(
+        reducer=SimpleNamespace(named_parameters=lambda: [("hc_fn", None), ("hc_base", None)]), sequential_head=None
+    ),
 )
 names = ("norm.weight", "hidden_norm.weight", "reducer.hc_fn", "extra.weight")
 facts["weights"] = message(HyperDFlashForCausalLM.load_weights, stub, [(name, None) for name in names])

@@ -94,13 +94,21 @@ def reference():
 
 
 @torch.no_grad()
-def reference_logits(states, anchor, token):
-    """Logits `[6, vocabulary]` of a block at `anchor` behind `states` `[anchor or more, m * d]`."""
+def reference_logits(states, anchor, token, drafts):
+    """Logits `[6, vocabulary]` of a block at `anchor` behind `states` `[anchor or more, m * d]`.
+
+    A sequential head is given the engine's own `drafts`.
+    """
     drafter, embedding, head = reference()
     config = drafter.config
     block = torch.tensor([token] + [config.mask_token_id] * (config.block_size - 1))
     streams = states[:anchor].float().view(1, anchor, config.hc_mult, -1)
-    output = drafter(noise_embeds=embedding[block].unsqueeze(0), context_hidden_states=streams).last_hidden_state
+    previous = torch.tensor([token, token, *drafts[:-1]])  # before the token that each slot predicts
+    output = drafter(
+        noise_embeds=embedding[block].unsqueeze(0),
+        context_hidden_states=streams,
+        previous_embeds=embedding[previous].unsqueeze(0),
+    ).last_hidden_state
     return output[0, 1:] @ head.T
 
 
@@ -115,7 +123,7 @@ def test_drafts_equal_those_of_the_transformers_drafter(engines, prompts):
         batch = drafted["batches"][index]
         assert len(batch["rounds"]) > 5
         for step in batch["rounds"]:
-            logits = reference_logits(states[str(index)], step["anchor"], step["token"])
+            logits = reference_logits(states[str(index)], step["anchor"], step["token"], step["drafts"])
             for slot, token in zip(logits, step["drafts"]):
                 drafts += 1
                 if token != slot.argmax():

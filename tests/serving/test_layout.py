@@ -61,7 +61,6 @@ def test_streams_stand_inside_and_blocks_are_bidirectional(saved):
     [
         ({"context_source": "multi_layer"}, "target_hidden_source"),
         ({"sample_from_anchor": True}, "sample_from_anchor"),
-        ({"sequential_head_size": 8}, "sequential_head_size"),
         ({"mask_token_id": None}, "mask_token_id"),
         ({"block_size": None}, "block_size"),
     ],
