@@ -13,7 +13,7 @@ load_general_plugins()
 
 import hyperdflash.serving as serving  # noqa: E402
 from hyperdflash.serving import config as serving_config  # noqa: E402
-from hyperdflash.serving.drafter import REDUCER_CLASSES, HyperDFlashForCausalLM  # noqa: E402
+from hyperdflash.serving.drafter import REDUCER_CLASSES, HyperDFlashForCausalLM, SequentialHead  # noqa: E402
 
 
 def message(call, *args, **kwargs):
@@ -41,13 +41,23 @@ def engine_config(drafter, drafts=6, **target):
     )
 
 
+@torch.no_grad()
+def filled(module):
+    for _, parameter in sorted(module.named_parameters()):
+        values = torch.arange(parameter.numel(), dtype=torch.float32)
+        parameter.copy_(torch.sin(values).view_as(parameter))
+    return module
+
+
+def headed():
+    states, embeds = torch.cos(torch.arange(48, dtype=torch.float32)).view(2, 3, 8)
+    return filled(SequentialHead(5, 8, 1e-6))(states, embeds).tolist()
+
+
 def reduced(reducer, norm, pooling):
     fields = {"hc_mult": 4, "path_norm": norm, "stream_pooling": pooling, "target_hidden_size": 8}
-    module = REDUCER_CLASSES[reducer](fields | {"target_rms_norm_eps": 1e-5, "hc_eps": 1e-6}, 8, 1e-6)
+    module = filled(REDUCER_CLASSES[reducer](fields | {"target_rms_norm_eps": 1e-5, "hc_eps": 1e-6}, 8, 1e-6))
     with torch.no_grad():
-        for _, parameter in sorted(module.named_parameters()):
-            values = torch.arange(parameter.numel(), dtype=torch.float32)
-            parameter.copy_(torch.sin(values).view_as(parameter))
         return module(torch.cos(torch.arange(3 * 32, dtype=torch.float32)).view(3, 32)).tolist()
 
 
@@ -84,6 +94,7 @@ facts = {
             ("fc", "none", "mean"),
         )
     },
+    "sequential_head": headed(),
     "architectures": {
         name: ModelRegistry.models[name].load_model_cls().__name__
         for name in (

@@ -77,3 +77,18 @@ def test_reducers_are_those_of_transformers(facts, tmp_path):
                 parameter.copy_(torch.sin(values).view_as(parameter))
             streams = torch.cos(torch.arange(3 * 32, dtype=torch.float32)).view(1, 3, 4, 8)
             torch.testing.assert_close(torch.tensor(found), module(streams)[0])
+
+
+def test_the_sequential_head_is_that_of_transformers(facts):
+    import torch
+
+    from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+    from hyperdflash.modeling_hyperdflash import SequentialHead
+
+    head = SequentialHead(HyperDFlashConfig(hidden_size=8, sequential_head_size=5, reducer="fc"))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            values = torch.arange(parameter.numel(), dtype=torch.float32)
+            parameter.copy_(torch.sin(values).view_as(parameter))
+        states, embeds = torch.cos(torch.arange(48, dtype=torch.float32)).view(2, 3, 8)
+        torch.testing.assert_close(torch.tensor(facts["sequential_head"]), head(states, embeds))
