@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...configuration_hyperdflash import BlockGeometry, HyperDFlashConfig
 from ..attention import additive
 from ..blocks import block_mask, position_ids
-from ..drafting import previous_tokens
+from ..drafting import previous_embeds
 from ..states import TargetModules
 
 LEAST_GAIN = 0.05  # nats a draft: what a better setting must win at least
@@ -194,10 +194,10 @@ def cross_entropies(
         changed.rope_parameters = setting.rope_parameters
         drafter.rotary_emb = type(own)(changed).to(ids.device)
     try:
-        known = {}
-        if config.sequential_head_size:
-            known["previous_embeds"] = modules.embedding(previous_tokens(ids, anchors, geometry)).to(dtype)
-        hidden = drafter(noise, context, attention_mask=masks, position_ids=positions, **known).last_hidden_state
+        known = previous_embeds(modules, config, ids, anchors, geometry, dtype)
+        hidden = drafter(
+            noise, context, attention_mask=masks, position_ids=positions, previous_embeds=known
+        ).last_hidden_state
     finally:
         drafter.rotary_emb = own
     hidden = hidden[0].unflatten(0, (-1, size))[:, geometry.first_slot :]  # [A, D, d]
