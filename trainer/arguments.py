@@ -34,6 +34,8 @@ class HyperDFlashTrainingArguments(SFTConfig):
             vocabulary in float32. The loss does not depend on it.
         reducer_learning_rate_factor (`float`): The reducer's learning rate over that of the body.
         freeze_reducer (`bool`): Do not train the reducer.
+        use_muon (`bool`): Step the weights of all linear layers with [`~torch.optim.Muon`], at the size of AdamW's
+            updates, and the rest with `optim`.
 
     Raises:
         ValueError: a value that makes no objective, or an option of TRL that a drafter cannot follow.
@@ -90,6 +92,9 @@ class HyperDFlashTrainingArguments(SFTConfig):
         default=1.0, metadata={"help": "The reducer's learning rate over that of the body."}
     )
     freeze_reducer: bool = field(default=False, metadata={"help": "Do not train the reducer."})
+    use_muon: bool = field(
+        default=False, metadata={"help": "Muon for the weights of linear layers, `optim` for the rest."}
+    )
 
     def __post_init__(self):
         if self.bf16 is None and not torch.accelerator.is_available():

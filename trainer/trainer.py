@@ -32,6 +32,7 @@ from .attention import block_sparse_attention
 from .blocks import draw_anchors, eligible_anchors, slot_labels
 from .drafting import draft_hidden_states, teacher_positions
 from .losses import BlockSums, block_loss
+from .muon import MuonWith
 from .sampling import SeededLengthGroupedSampler, drop_repeated_rows, set_sampler_epoch
 from .states import DocumentStates, LiveTargetStates, TargetStates
 
@@ -172,7 +173,8 @@ class HyperDFlashTrainer(SFTTrainer):
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As in [`~transformers.Trainer`]; the reducer gets groups of its own if its learning rate differs."""
+        """As in [`~transformers.Trainer`]; the reducer has groups of its own if its learning rate differs, and the
+        weights of linear layers if `use_muon` asks for it."""
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -184,7 +186,16 @@ class HyperDFlashTrainer(SFTTrainer):
                     group["params"] = [parameter for parameter in group["params"] if parameter not in reducer]
                     rate = group["lr"] * self.args.reducer_learning_rate_factor
                     optimizer.add_param_group({**group, "params": own, "lr": rate})
-        return optimizer
+        if self.args.use_muon:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError(
+                    "HyperDFlashTrainingArguments.use_muon: found True beside FSDP or DeepSpeed, wanted False: Muon "
+                    "needs matrices as a whole, and these shard or flatten them"
+                )
+            linears = (module for module in self.model.modules() if isinstance(module, nn.Linear))
+            matrices = {linear.weight for linear in linears if linear.weight.requires_grad}
+            self.optimizer = MuonWith(optimizer, matrices)
+        return self.optimizer
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

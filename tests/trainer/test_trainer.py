@@ -154,6 +154,53 @@ def test_the_reducer_has_its_own_learning_rate_or_none(make_trainer, target, mak
     assert changed == {name for name in before if not name.startswith("reducer.")}
 
 
+def test_muon_steps_the_linear_layers_and_adamw_the_rest(make_trainer, target, make_drafter):
+    """Two optimizers of torch, each over its own parameters of a copy of the drafter, step it alike."""
+    drafter = make_drafter(target, sequential_head_size=16)
+    copy = HyperDFlashModel(drafter.config)
+    copy.load_state_dict(drafter.state_dict())
+    trainer = make_trainer(drafter=drafter, use_muon=True, weight_decay=0.1)
+    optimizer = trainer.create_optimizer()
+    linears = {f"{name}.weight" for name, module in copy.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert len(linears) == 7 * copy.config.num_hidden_layers + 2
+    named = dict(copy.named_parameters())
+    muon = torch.optim.Muon(
+        [named[name] for name in sorted(linears)], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    decayed = set(trainer.get_decay_parameter_names(copy))
+    groups = [
+        {"params": [value for name, value in named.items() if name not in linears and (name in decayed) == decays]}
+        | {"weight_decay": 0.1 if decays else 0.0}
+        for decays in (True, False)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for name, parameter in drafter.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            named[name].grad = parameter.grad.clone()
+        optimizer.step(), muon.step(), adamw.step()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(parameter, named[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_run_with_muon_resumes_to_the_same_weights(make_trainer, tmp_path):
+    fields = {"use_muon": True, "max_steps": 4, "lr_scheduler_type": "linear"}
+    straight = make_trainer(save_strategy="steps", save_steps=2, **fields)
+    straight.train()
+    resumed = make_trainer(**fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(parameters(straight), parameters(resumed))
+    assert {group["lr"] for group in straight.optimizer.param_groups} == {0.0}  # the schedule reaches both
+
+
+def test_muon_is_refused_where_matrices_are_sharded(make_trainer):
+    trainer = make_trainer(use_muon=True)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="use_muon: found True beside FSDP or DeepSpeed, wanted False"):
+        trainer.create_optimizer()
+
+
 def test_bfloat16_autocast_keeps_the_gates_in_float32(make_trainer):
     trainer = make_trainer(bf16=True)
     trainer.train()
