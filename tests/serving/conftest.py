@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from build_environment import build, environment_folder, is_built, link_packages, obstacle, python_of  # noqa: E402
+from build_environment import build, environment_folder, is_built, link_packages, obstacle, python_of, variables  # noqa: E402
 
 BUILD_VARIABLE = "HYPERDFLASH_BUILD_SERVING"
 
@@ -39,37 +38,8 @@ def serving_python():
 
 @pytest.fixture(scope="session")
 def serving_variables(serving_python, tmp_path_factory):
-    """Environment variables under which vLLM finds this checkout as an installed package, and the stand-ins.
-
-    vLLM finds plugins by the entry points of installed distributions: here a folder on the path with the entry points
-    that pyproject.toml declares.
-    """
-    site = tmp_path_factory.mktemp("site")
-    (site / "hyperdflash").symlink_to(ROOT, target_is_directory=True)
-    (site / "cpu_stand_ins.py").symlink_to(HERE / "cpu_stand_ins.py")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    group = "vllm.general_plugins"
-    plugins = {"hyperdflash": project["entry-points"][group], "stand_ins": {"stand_ins": "cpu_stand_ins:register"}}
-    for name, entries in plugins.items():
-        folder = site / f"{name}-0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-        lines = [f"{entry} = {value}" for entry, value in entries.items()]
-        (folder / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTEST"))}
-    openmp = serving_python.parents[1] / "lib" / "libiomp5.so"
-    if openmp.exists():  # without it drafting is several times slower
-        variables["LD_PRELOAD"] = str(openmp)
-    return variables | {
-        "PYTHONPATH": str(site),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    """Environment variables of an engine in its own process."""
+    return variables(serving_python, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="session")
@@ -127,9 +97,10 @@ def start_engine(serving_python, serving_variables, tmp_path_factory):
     """Starts an engine on a job (see engine_job.py). What still runs at the end is killed."""
     runs = []
 
-    def start(job, **variables) -> EngineRun:
+    def start(job, **changes) -> EngineRun:
         folder = tmp_path_factory.mktemp("engine")
-        runs.append(EngineRun(serving_python, serving_variables | variables, job, folder))
+        run_variables = serving_variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | changes
+        runs.append(EngineRun(serving_python, run_variables, job, folder))
         return runs[-1]
 
     yield start
