@@ -1,9 +1,10 @@
-# ruff: noqa: E501 (the lines of the cards are Markdown)
-"""Write a trained model of the pair to its embedded folder: bfloat16 weights, tokenizer, provenance, model card.
+# ruff: noqa: E501 (the lines of the card are Markdown)
+"""Write a trained model of the pair to its embedded folder: bfloat16 weights and provenance; the target's card.
 
     python recipes/tiny/publish.py target  --model runs/target --output checkpoints/tiny-target
-    python recipes/tiny/publish.py drafter --model runs/stage2 --earlier runs/stage1 --results runs/decoding.json \
-        --output checkpoints/tiny-hyperdflash
+    python recipes/tiny/publish.py drafter --model runs/stage2 --output checkpoints/tiny-hyperdflash
+
+The drafter's card is made by `hyperdflash card`, once `hyperdflash eval` has measured the embedded weights.
 """
 
 from __future__ import annotations
@@ -70,50 +71,18 @@ use it for anything else.
 """
 
 
-def drafter_card(drafter, results: dict) -> str:
-    rows = "\n".join(
-        f"| {name} | {part['prompts']} | {part['identical']} | {part['accepted_length']:.2f} | {part['speedup']:.2f} |"
-        for name, part in results.items()
-        if name != "settings"
-    )
-    settings = results["settings"]
-    return f"""---
-license: apache-2.0
-library_name: transformers
-base_model: tiny-target
-tags: [hyperdflash, dflash, speculative-decoding]
----
-
-# tiny-hyperdflash: a HyperDFlash drafter for tiny-target
-
-{drafter.num_parameters() / 1e6:.1f} M parameters; reads the target's residual streams before `hc_head`, reduces them with
-gates inherited from it, and drafts {drafter.config.geometry.num_draft_tokens} tokens in one pass. Trained in two stages
-(`recipes/tiny` in the hyperdflash repository), the second on text that the target wrote.
-
-    drafter = AutoModel.from_pretrained(path, trust_remote_code=True)
-    target.generate(**inputs, assistant_model=drafter)
-
-Held-out prompts, greedy, up to {settings["max_new_tokens"]} new tokens, {settings["dtype"]}, {settings["threads"]} CPU
-threads; accepted length counts the bonus token; made by `benchmarks/decoding.py`:
-
-| prompts of | prompts | identical texts | accepted length | speed-up |
-|---|---|---|---|---|
-{rows}
-
-It says how well this drafter agrees with this target, nothing about DeepSeek-V4.
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kind", choices=["target", "drafter"])
     parser.add_argument("--model", required=True, help="folder of the trained model")
     parser.add_argument("--output", required=True)
-    parser.add_argument("--earlier", nargs="*", default=[], help="folders whose provenance came before")
-    parser.add_argument("--results", help="drafter: the report of benchmarks/decoding.py")
+    parser.add_argument("--earlier", nargs="*", default=[], help="target: folders whose provenance came before")
     args = parser.parse_args()
     record = json.loads((Path(args.model) / "provenance.json").read_text(encoding="utf-8"))
-    record["earlier"] = [json.loads((Path(e) / "provenance.json").read_text(encoding="utf-8")) for e in args.earlier]
+    if args.earlier:
+        record["earlier"] = [
+            json.loads((Path(e) / "provenance.json").read_text(encoding="utf-8")) for e in args.earlier
+        ]
 
     auto = AutoModelForCausalLM if args.kind == "target" else AutoModel
     model = auto.from_pretrained(args.model, dtype=torch.bfloat16).eval()
@@ -123,9 +92,7 @@ def main() -> None:
             tokenizer = AutoTokenizer.from_pretrained(args.model)
             tokenizer.save_pretrained(folder)
             card = target_card(auto.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer, record)
-        else:
-            card = drafter_card(model, json.loads(Path(args.results).read_text(encoding="utf-8")))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+            (folder / "README.md").write_text(card, encoding="utf-8")
         write_provenance(folder, record)
 
 
