@@ -37,8 +37,8 @@ class BenchServeArguments:
     verification: bool = field(
         default=True,
         metadata={
-            "help": "Also serve drafts that cost nothing: what tells the cost of verifying from that of drafting. It "
-            "needs vLLM's V1 runner."
+            "help": "Also serve drafts that cost nothing: what tells the cost of verifying from that of drafting. "
+            "vLLM can do that by its V1 runner without asynchronous scheduling only: then all systems are served so."
         },
     )
     python: str | None = field(
@@ -58,16 +58,20 @@ class BenchServeArguments:
     port: int = field(default=8011, metadata={"help": "Port of the servers that are started."})
     start_timeout: float = field(default=1800.0, metadata={"help": "Seconds that a server may take to start."})
     retries: int = field(
-        default=60,
+        default=200,
         metadata={
-            "help": "Times that a request is sent again when the server is gone or fails, a second "
-            "apart at first, ten at last."
+            "help": "Times that a request is sent again when the server is gone or fails, a second apart at first, "
+            "ten at last: 200 outlast the default of start_timeout."
         },
+    )
+    request_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds without a token after which a request counts as lost."}
     )
     overwrite: bool = field(default=False, metadata={"help": "Replace what is in the output folder."})
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON document."})
 
     def __post_init__(self):
+        self._require("request_timeout", self.request_timeout > 0, "above 0")
         for name in ("requests", "max_new_tokens", "num_draft_tokens"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("retries", self.retries >= 0, "at least 0")

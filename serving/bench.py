@@ -11,12 +11,11 @@ import gzip
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import httpx2
 
 from ..utils.folders import check_output_folder, whole_folder
 from ..utils.provenance import collect_provenance
@@ -74,7 +73,10 @@ def read_prompts(args: BenchServeArguments) -> list[list[int]]:
     """
     from transformers import AutoTokenizer
 
+    from ..utils.chat import add_chat_template
+
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    add_chat_template(tokenizer, args.target)
     opened = gzip.open if args.prompts.endswith(".gz") else open
     prompts = []
     with opened(args.prompts, "rt", encoding="utf-8") as file:
@@ -111,12 +113,20 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def summarise(timings: list[Timing], seconds: float, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def summarise(
+    timings: list[Timing],
+    seconds: float,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    drafts: bool = True,
+    restarts: int = 0,
+) -> dict[str, Any]:
     """One cell: a system at one concurrency. Seconds everywhere.
 
-    `step_seconds` is the time from one step of the target to the next, as a request sees it: decode time over steps; a
-    step gives one token and the accepted drafts. A server that was lost has lost its counters: then what is counted is
-    `None`.
+    `step_seconds` is the time from one step of the target to the next, as a request sees it: decode time over rounds
+    (drafts that were accepted behind a text's end are counted by vLLM and sent to nobody, so tokens do not tell), and
+    without drafts over tokens. A server that was lost has lost its counters, and one may not count at all: then what
+    is counted is `None`.
     """
     tokens = sum(timing.tokens for timing in timings)
     later = sum(timing.tokens - 1 for timing in timings)
@@ -125,6 +135,7 @@ def summarise(timings: list[Timing], seconds: float, before: dict[str, Any], aft
     cell = {
         "requests": len(timings),
         "retries": retries,
+        "restarts": restarts,
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
@@ -138,11 +149,11 @@ def summarise(timings: list[Timing], seconds: float, before: dict[str, Any], aft
         "acceptance_per_slot": None,
         "step_seconds": None,
     }
-    if retries:
-        return cell
     rounds, drafted, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    if retries or restarts or rounds < 0 or (drafts and not rounds):
+        return cell
     cell |= {"rounds": int(rounds), "drafted": int(drafted), "accepted": int(accepted)}
-    cell["step_seconds"] = decode / max(later - accepted, 1)
+    cell["step_seconds"] = decode / max(rounds if drafts else later, 1)
     if rounds:
         earlier = before["accepted_per_slot"] or [0.0] * len(after["accepted_per_slot"])
         cell["accepted_length"] = 1 + accepted / rounds
@@ -190,43 +201,48 @@ def served(args: BenchServeArguments, system: str) -> Iterator[tuple[str, Server
     if args.servers is not None:
         yield dict(entry.split("=", 1) for entry in args.servers)[system], None
         return
-    arguments = server_arguments(args.target, speculation(args, system), args.server_args)
-    with Server(args.python or sys.executable, arguments, args.port, args.start_timeout) as server:
+    # Each cell asks the same prompts: a later one would find them in the cache
+    more, variables = "--no-enable-prefix-caching ", {}
+    if VERIFICATION in chosen_systems(args):
+        # vLLM serves this one by its V1 runner and without asynchronous scheduling: what is subtracted is alike
+        more, variables = more + "--no-async-scheduling ", {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    arguments = server_arguments(args.target, speculation(args, system), more + args.server_args)
+    with Server(args.python or sys.executable, arguments, args.port, args.start_timeout, variables) as server:
         yield server.url, server
 
 
-async def measure(args: BenchServeArguments, url: str, server: Server | None, prompts: list[list[int]], progress):
+async def measure(args: BenchServeArguments, system: str, url: str, server: Server | None, prompts, progress):
     """`{concurrency: cell}` of the server at `url`."""
     root = url.rstrip("/").removesuffix("/v1")
-    async with httpx2.AsyncClient(timeout=60.0) as plain:
-        model = (await plain.get(f"{url}/models")).raise_for_status().json()["data"][0]["id"]
-
-        async def counters() -> dict[str, Any]:
-            return read_counters((await plain.get(f"{root}/metrics")).text)
+    async with Client(url, args.retries, args.request_timeout) as client:
+        model = (await client.get(f"{client.url}/models")).json()["data"][0]["id"]
 
         def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
             common = {"model": model, "max_tokens": tokens, "temperature": args.temperature, "top_k": -1, "top_p": 1.0}
             return [common | {"prompt": prompts[index % len(prompts)]} for index in range(count)]
 
-        cells = {}
-        watch = asyncio.create_task(server.watch()) if server else None
+        async def cell(concurrency: int) -> dict[str, Any]:
+            restarts = server.restarts if server else 0
+            before, start = read_counters((await client.get(f"{root}/metrics")).text), time.perf_counter()
+            requests = bodies(max(args.requests, concurrency), args.max_new_tokens)
+            timings = await client.run(requests, concurrency, progress)
+            seconds = time.perf_counter() - start
+            after = read_counters((await client.get(f"{root}/metrics")).text)
+            restarts = (server.restarts if server else 0) - restarts
+            return summarise(timings, seconds, before, after, system != TARGET_ONLY, restarts)
+
+        async def all_cells() -> dict[int, dict[str, Any]]:
+            await client.run(bodies(2, 8), 1)  # the first steps of a server are slow
+            return {concurrency: await cell(concurrency) for concurrency in args.concurrency}
+
+        run, watch = asyncio.create_task(all_cells()), asyncio.create_task(server.watch()) if server else None
         try:
-            await Client(url, 1, args.retries).run(bodies(2, 8))  # the first steps of a server are slow
-            for concurrency in args.concurrency:
-                before, start = await counters(), asyncio.get_running_loop().time()
-                requests = bodies(max(args.requests, concurrency), args.max_new_tokens)
-                run = asyncio.create_task(Client(url, concurrency, args.retries).run(requests, progress))
-                await asyncio.wait({run, watch} if watch else {run}, return_when=asyncio.FIRST_COMPLETED)
-                if not run.done():
-                    run.cancel()
-                    await watch  # it ends only with an error
-                timings = run.result()
-                seconds = asyncio.get_running_loop().time() - start
-                cells[concurrency] = summarise(timings, seconds, before, await counters())
+            await asyncio.wait({run, watch} if watch else {run}, return_when=asyncio.FIRST_COMPLETED)
+            return run.result() if run.done() else await watch  # which ends only with an error
         finally:
-            if watch:
-                watch.cancel()
-    return cells
+            for task in filter(None, (run, watch)):
+                task.cancel()
+            await asyncio.gather(*filter(None, (run, watch)), return_exceptions=True)
 
 
 def run_bench_serve(args: BenchServeArguments) -> dict[str, Any]:
@@ -237,7 +253,7 @@ def run_bench_serve(args: BenchServeArguments) -> dict[str, Any]:
 
     Raises:
         ValueError: an option, a prompt file, or a server that does not start; [`Client`] and [`Server`] say more.
-        ConnectionError: a server stayed away for longer than `retries` allow.
+        ConnectionError: a server stayed away for longer than `retries` allow. What was measured before is written.
     """
     from tqdm import tqdm
 
@@ -246,16 +262,19 @@ def run_bench_serve(args: BenchServeArguments) -> dict[str, Any]:
     prompts = read_prompts(args)
     cells: dict[str, dict[int, dict[str, Any]]] = {}
     total = sum(max(args.requests, concurrency) for concurrency in args.concurrency) * len(systems)
+    failure = None
     with tqdm(total=total, unit="request", disable=None) as bar:
         for system in systems:
             bar.set_description(system)
-            with served(args, system) as (url, server):
-                try:
-                    cells[system] = asyncio.run(measure(args, url, server, prompts, lambda timing: bar.update()))
-                except ExceptionGroup as group:
-                    raise group.exceptions[0] from None
-                except httpx2.HTTPError as error:
-                    raise ConnectionError(f"server: found {type(error).__name__} {error} from {url}") from None
+            try:
+                with served(args, system) as (url, server):
+                    cells[system] = asyncio.run(measure(args, system, url, server, prompts, lambda _: bar.update()))
+            except* (ValueError, ConnectionError) as group:
+                failure = group.exceptions[0]
+            if failure is not None:
+                break
+    if failure is not None and TARGET_ONLY not in cells:
+        raise failure
     report = {
         "provenance": collect_provenance(
             settings={
@@ -271,6 +290,9 @@ def run_bench_serve(args: BenchServeArguments) -> dict[str, Any]:
         (folder / "results.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (folder / "results.md").write_text(markdown_report(report), encoding="utf-8")
         plot_report(report, Path(folder) / "results.png")
+    if failure is not None:
+        kind = ConnectionError if isinstance(failure, ConnectionError) else ValueError
+        raise kind(f"{failure}; {args.output} holds {', '.join(cells)}") from failure
     return report
 
 

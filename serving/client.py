@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,40 +31,65 @@ class Timing:
 
 
 class Client:
-    """Sends `concurrency` requests at a time to `url` (with `/v1`), until all are answered.
+    """Asks the server at `url` (with `/v1`), inside an `async with`; what a lost server takes along is asked again.
+
+    Args:
+        retries: times that a request is sent again, a second after the first loss, ten after later ones.
+        timeout: seconds without a word from the server after which a request counts as lost.
 
     Raises:
         ValueError: the server refuses a request (status 4xx): it would refuse it again.
         ConnectionError: a request was lost in every attempt.
     """
 
-    def __init__(self, url: str, concurrency: int, retries: int):
-        self.url, self.concurrency, self.retries = url.rstrip("/"), concurrency, retries
+    def __init__(self, url: str, retries: int, timeout: float):
+        self.url, self.retries = url.rstrip("/"), retries
+        self.client = httpx2.AsyncClient(
+            limits=httpx2.Limits(max_connections=None), timeout=httpx2.Timeout(timeout, pool=None)
+        )
 
-    async def run(self, requests: list[dict[str, Any]], finish=lambda timing: None) -> list[Timing]:
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.client.aclose()
+
+    async def run(
+        self, requests: list[dict[str, Any]], concurrency: int, finish: Callable[[Timing], Any] = lambda timing: None
+    ) -> list[Timing]:
         """Timings of `requests` (bodies for `/completions`), in their order; `finish` is called with each."""
         timings: list[Timing | None] = [None] * len(requests)
         waiting = iter(enumerate(requests))
-        limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-        async with httpx2.AsyncClient(limits=limits, timeout=None) as client:
 
-            async def work() -> None:
-                for index, request in waiting:
-                    timings[index] = await self._ask(client, request)
-                    finish(timings[index])
+        async def work() -> None:
+            for index, request in waiting:
+                body = request | {"stream": True, "stream_options": {"include_usage": True}}
+                start = time.perf_counter()
+                (first, tokens), lost = await self._insist(lambda body=body: self._stream(body))
+                timings[index] = Timing(tokens, first - start, time.perf_counter() - start, lost)
+                finish(timings[index])
 
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.concurrency, len(requests))):
-                    group.create_task(work())
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(requests))):
+                group.create_task(work())
         return timings
 
-    async def _ask(self, client: httpx2.AsyncClient, request: dict[str, Any]) -> Timing:
-        body = request | {"stream": True, "stream_options": {"include_usage": True}}
-        start, wait = time.perf_counter(), FIRST_WAIT
+    async def get(self, url: str) -> httpx2.Response:
+        """A page of the server's."""
+
+        async def ask() -> httpx2.Response:
+            response = await self.client.get(url)
+            check_status(response.status_code, url)
+            return response
+
+        return (await self._insist(ask))[0]
+
+    async def _insist(self, ask: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+        """(answer, attempts that were lost)"""
+        wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
             try:
-                first, tokens = await self._stream(client, body)
-                return Timing(tokens, first - start, time.perf_counter() - start, attempt)
+                return await ask(), attempt
             except (httpx2.TransportError, ConnectionError) as error:
                 trouble = f"{type(error).__name__} {error}".strip()
             if attempt < self.retries:
@@ -73,15 +99,13 @@ class Client:
             f"server: found {trouble} from {self.url} in {self.retries + 1} attempts, wanted an answer"
         )
 
-    async def _stream(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[float, int]:
+    async def _stream(self, body: dict[str, Any]) -> tuple[float, int]:
         """(when the first token came, how many tokens came in all)"""
         first, tokens, ended = None, None, False
-        async with client.stream("POST", f"{self.url}/completions", json=body) as response:
-            if response.status_code >= 500:
-                raise ConnectionError(f"status {response.status_code}")
+        url = f"{self.url}/completions"
+        async with self.client.stream("POST", url, json=body) as response:
             if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                raise ValueError(f"server: found status {response.status_code}, wanted 200: {text[:300]}")
+                check_status(response.status_code, url, (await response.aread()).decode(errors="replace"))
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -99,6 +123,14 @@ class Client:
         if not ended or first is None or tokens is None:
             raise ConnectionError("an answer that breaks off")
         return first, tokens
+
+
+def check_status(status: int, url: str, text: str = "") -> None:
+    """Raises `ConnectionError` for a server that fails, `ValueError` for one that refuses."""
+    if status >= 500:
+        raise ConnectionError(f"status {status}")
+    if status != 200:
+        raise ValueError(f"server: found status {status} from {url}, wanted 200: {text[:300]}".removesuffix(": "))
 
 
 def read_counters(metrics: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3Model,
 )
 
-from .layout import check_fit
+from .layout import check_fit, check_vanilla_fit
 
 LAYER_WEIGHTS = (
     "input_layernorm",
@@ -251,6 +251,7 @@ class VanillaDFlashForCausalLM(DFlashQwen3ForCausalLM):
         if hasattr(speculation.target_model_config.hf_config, "hc_mult"):
             self.model_cls = VanillaDFlashModel
             config = speculation.draft_model_config.hf_config
+            check_vanilla_fit(config, speculation.target_model_config.hf_config, speculation.num_speculative_tokens)
             window = getattr(config, "sliding_window", None)
             if window is not None and window >= config.max_position_embeddings:
                 config.layer_types = ["full_attention"] * config.num_hidden_layers

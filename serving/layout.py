@@ -99,4 +99,24 @@ def check_fit(drafter: Any, target: Any, num_speculative_tokens: int) -> None:
         )
 
 
-__all__ = ["PRE_HC_HEAD", "check_fit", "serving_fields"]
+def check_vanilla_fit(drafter: Any, target: Any, num_speculative_tokens: int) -> None:
+    """The same for a plain DFlash drafter, by the fields that its configuration has.
+
+    Raises:
+        ValueError: names the field, what was found, what was wanted.
+    """
+    inner = getattr(drafter, "dflash_config", None) or {}
+    block_size = getattr(drafter, "block_size", inner.get("block_size"))
+    if block_size is not None and num_speculative_tokens != block_size - 1:
+        raise ValueError(
+            f"num_speculative_tokens: found {num_speculative_tokens}, wanted {block_size - 1}: the drafter was "
+            f"trained on blocks of {block_size} slots, the first of which holds the last token known"
+        )
+    layers = inner.get("num_target_layers", getattr(drafter, "num_target_layers", None))
+    if layers is not None and layers != target.num_hidden_layers:
+        raise ValueError(
+            f"drafter: num_target_layers: found {layers}, wanted {target.num_hidden_layers}, the target's"
+        )
+
+
+__all__ = ["PRE_HC_HEAD", "check_fit", "check_vanilla_fit", "serving_fields"]

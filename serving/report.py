@@ -29,7 +29,7 @@ def markdown_report(report: dict[str, Any]) -> str:
             number(cell["end_to_end_seconds"]["p95"], 2),
             number(cell["accepted_length"]),
             " ".join(number(share) for share in cell["acceptance_per_slot"] or []) or "-",
-            str(cell["retries"]),
+            f"{cell['retries']} ({cell['restarts']})",
         ]
         for system, by_concurrency in report["cells"].items()
         for concurrency, cell in by_concurrency.items()
@@ -66,7 +66,7 @@ def markdown_report(report: dict[str, Any]) -> str:
                     "p95 s",
                     "accepted length",
                     "acceptance by slot",
-                    "sent again",
+                    "sent again (restarts)",
                 ],
                 measured,
             ),

@@ -20,16 +20,19 @@ MOST_RESTARTS = 3
 
 
 class Server:
-    """`python -m vllm.entrypoints.openai.api_server ARGS`, at `url`, inside a `with`.
+    """`python -m vllm.entrypoints.openai.api_server ARGS` under environment `variables`, at `url`, inside a `with`.
 
     Raises:
         ValueError: the port is taken; the server ends, or is not ready in `timeout` seconds. The message ends with the
             last error that the server logged.
     """
 
-    def __init__(self, python: str, args: list[str], port: int, timeout: float):
+    def __init__(
+        self, python: str, args: list[str], port: int, timeout: float, variables: dict[str, str] | None = None
+    ):
         self.command = [python, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *args]
         self.port, self.timeout, self.restarts = port, timeout, 0
+        self.variables = os.environ | (variables or {})
         self.url = f"http://127.0.0.1:{port}/v1"
         self.process: subprocess.Popen | None = None
 
@@ -69,7 +72,9 @@ class Server:
     def _start(self) -> None:
         with open(self.log, "ab") as log:
             # A session of its own: the engine's processes end with the server's, however it ends
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=self.variables, start_new_session=True
+            )
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self.timeout

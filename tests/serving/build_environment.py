@@ -24,7 +24,7 @@ import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -71,12 +71,22 @@ def is_built(folder: Path) -> bool:
 
 
 def build(folder: Path) -> None:
-    """Builds it, unless another process does or did. Raises CalledProcessError where a package cannot be had."""
+    """Builds it, unless another process does or did.
+
+    Raises:
+        CalledProcessError: a package cannot be had. Timeout: another process has been building for half an hour.
+        ValueError: the folder holds something else.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with FileLock(f"{folder}.lock", timeout=1800):
         if is_built(folder):
             return
+        mark = folder / "hyperdflash-serving"
+        if folder.exists() and any(folder.iterdir()) and not mark.exists():
+            raise ValueError(f"HYPERDFLASH_SERVING_ENV: found other files in {folder}, wanted a folder of its own")
         shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        mark.touch()
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         link_packages(folder)
         pip = [python_of(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
@@ -121,7 +131,11 @@ def main(command: list[str]) -> int:
         print(reason, file=sys.stderr)
         return 3
     folder = environment_folder()
-    build(folder)
+    try:
+        build(folder)
+    except (ValueError, Timeout) as error:
+        print(error, file=sys.stderr)
+        return 2
     link_packages(folder)
     python = python_of(folder)
     if not command:

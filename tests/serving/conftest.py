@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import Timeout
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ def serving_python():
             )
         try:
             build(folder)
-        except subprocess.CalledProcessError as error:
+        except (subprocess.CalledProcessError, ValueError, Timeout) as error:
             pytest.skip(f"serving environment: {error}")
     link_packages(folder)
     return python_of(folder)

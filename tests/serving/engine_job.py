@@ -4,7 +4,8 @@
 
 JOB holds `engine`, the arguments of `vllm.LLM`, `record`, whether drafting is recorded, and `requests`, a list of
 batches: a batch is a list of requests (`prompt_token_ids` and the fields of `SamplingParams`) that are sent together.
-`break_expand` in a batch takes the stand-in for the expansion of temperatures out while it runs.
+`plant` names a setting of the target that the drafter's layers take over as they would without the plugin: `window` or
+`cache_type`. `break_expand` in a batch takes the stand-in for the expansion of temperatures out while it runs.
 
 OUTPUT.json: per batch the results, the engine's own counters, the settings of the drafter's attention layers. With
 `record` also OUTPUT.safetensors: the residual that the drafter was given, at each position of each request, and
@@ -13,12 +14,14 @@ OUTPUT.json lists its rounds: anchor position, anchor token, drafts. Recorded ba
 
 import json
 import sys
+from copy import copy
 from pathlib import Path
 
 import cpu_stand_ins
 import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
+from vllm.plugins import load_general_plugins
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 
@@ -69,6 +72,22 @@ def drafter_layers(llm: LLM) -> list[dict]:
     ]
 
 
+def plant(setting: str) -> None:
+    """Lets the drafter's layers have the target's window, or its cache type."""
+    load_general_plugins()
+    from hyperdflash.serving.drafter import OwnCacheDecoderLayer
+
+    names = {"window": "sliding_window", "cache_type": "cache_dtype"}
+
+    def init(self, vllm_config, *, cache_config=None, **kwargs):
+        planted, own = copy(cache_config), copy(cache_config)
+        own.sliding_window, own.cache_dtype = None, "auto"
+        setattr(own, names[setting], getattr(planted, names[setting]))
+        super(OwnCacheDecoderLayer, self).__init__(vllm_config, cache_config=own, **kwargs)
+
+    OwnCacheDecoderLayer.__init__ = init
+
+
 def counters(llm: LLM) -> dict:
     found = {metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}
     return {
@@ -102,6 +121,8 @@ def run_batch(llm: LLM, batch: dict) -> list[dict]:
 
 def main(job_file: str, output: str) -> None:
     job = json.loads(Path(job_file).read_text())
+    if "plant" in job:
+        plant(job["plant"])
     recorder = Recorder() if job.get("record") else None
     llm = LLM(enforce_eager=True, disable_log_stats=False, **job["engine"])
     report = {"drafter_layers": drafter_layers(llm), "batches": []}

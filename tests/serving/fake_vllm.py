@@ -1,6 +1,8 @@
 """A server that speaks as vLLM's does, with made-up drafting: three tokens a step, one without a drafter.
 
-With DIE_ONCE=FILE in the environment it ends in the middle of its fifth answer, unless FILE exists, which it makes.
+As in vLLM, drafts that are accepted behind the end of a text count. In the environment: with NO_COUNTERS it counts
+nothing; with REFUSE=METHOD it does not start with such a speculative config; with DIE_ONCE=FILE it ends in the middle
+of its fifth answer, unless FILE exists, which it makes.
 """
 
 import argparse
@@ -14,8 +16,12 @@ SLOTS = 6
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
 parser.add_argument("--model")
+parser.add_argument("--no-enable-prefix-caching", action="store_true", required=True)
+parser.add_argument("--no-async-scheduling", action="store_true")
 parser.add_argument("--speculative-config", type=json.loads, default=None)
 args = parser.parse_args()
+if (args.speculative_config or {}).get("method") == os.environ.get("REFUSE", "nothing"):
+    raise SystemExit("ValueError: found no such method")
 accepted_a_step = {None: 0, "custom_class": 0, "dflash": 2}[(args.speculative_config or {}).get("method")]
 totals = {"requests": 0, "rounds": 0, "accepted": 0}
 lock = Lock()
@@ -41,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             name = "vllm:spec_decode_num_"
             lines = ["# TYPE vllm:spec_decode_num_drafts counter"]
-            if args.speculative_config:
+            if args.speculative_config and "NO_COUNTERS" not in os.environ:
                 counts = {"drafts": totals["rounds"], "draft_tokens": SLOTS * totals["rounds"]}
                 counts["accepted_tokens"] = totals["accepted"]
                 lines += [f'{name}{key}_total{{engine="0"}} {float(value)}' for key, value in counts.items()]
@@ -76,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             with lock:
                 totals["rounds"] += 1
                 totals["accepted"] += accepted_a_step
-            tokens += 1 + accepted_a_step
+            tokens = min(wanted, tokens + 1 + accepted_a_step)
             self.event({"choices": [{"text": "b"}], "usage": None})
         self.event({"choices": [], "usage": {"completion_tokens": tokens}})
         self.wfile.write(b"data: [DONE]\n\n")

@@ -13,7 +13,12 @@ load_general_plugins()
 
 import hyperdflash.serving as serving  # noqa: E402
 from hyperdflash.serving import config as serving_config  # noqa: E402
-from hyperdflash.serving.drafter import REDUCER_CLASSES, HyperDFlashForCausalLM, SequentialHead  # noqa: E402
+from hyperdflash.serving.drafter import (  # noqa: E402
+    REDUCER_CLASSES,
+    HyperDFlashForCausalLM,
+    SequentialHead,
+    VanillaDFlashForCausalLM,
+)
 
 
 def message(call, *args, **kwargs):
@@ -69,7 +74,10 @@ native = serving_config.HyperDFlashServingConfig.from_dict(
         "context_source": "pre_hc_head",
     }
 )
+vanilla = SimpleNamespace(block_size=7, num_target_layers=5, dflash_config={})
 facts = {
+    "vanilla_misfit": message(VanillaDFlashForCausalLM, vllm_config=engine_config(vanilla)),
+    "vanilla_too_few_drafts": message(VanillaDFlashForCausalLM, vllm_config=engine_config(vanilla, drafts=3)),
     "configs": [
         {
             "hc_mult": hasattr(config, "hc_mult"),

@@ -10,7 +10,7 @@ import pytest
 
 from hyperdflash.cli import EMBEDDED_TARGET, main
 from hyperdflash.serving.arguments import BenchServeArguments
-from hyperdflash.serving.bench import run_bench_serve, speculation, split_costs, summarise
+from hyperdflash.serving.bench import read_prompts, run_bench_serve, speculation, split_costs, summarise
 from hyperdflash.serving.client import Timing, read_counters
 
 
@@ -32,7 +32,7 @@ def arguments(tmp_path, monkeypatch):
         "output": str(tmp_path / "bench"),
         "drafter": "drafter",
         "vanilla": "vanilla",
-        "max_new_tokens": 13,
+        "max_new_tokens": 12,
         "requests": 8,
         "concurrency": [1, 4],
         "python": sys.executable,
@@ -46,7 +46,7 @@ def test_the_report_of_one_command(arguments):
     assert list(report["cells"]) == ["target-only", "vanilla", "HyperDFlash", "verification"]
     for system, accepted_length in (("target-only", None), ("HyperDFlash", 3.0), ("verification", 1.0)):
         for cell in report["cells"][system].values():
-            assert cell["requests"] == 8 and cell["retries"] == 0 and cell["tokens"] == 8 * 13
+            assert cell["requests"] == 8 and cell["retries"] == 0 and cell["tokens"] == 8 * 12
             assert cell["accepted_length"] == accepted_length
     cell = report["cells"]["HyperDFlash"][4]
     assert cell["rounds"] == 8 * 4 and cell["acceptance_per_slot"] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
@@ -62,9 +62,35 @@ def test_a_server_that_dies_loses_no_client(arguments, tmp_path, monkeypatch):
     report = run_bench_serve(BenchServeArguments(**options))
     assert (tmp_path / "died").exists()
     cell = report["cells"]["target-only"][4]
-    assert cell["requests"] == 16 and cell["tokens"] == 16 * 13 and cell["retries"] >= 1
-    assert cell["step_seconds"] is None  # the counters went with the server
+    assert cell["requests"] == 16 and cell["tokens"] == 16 * 12 and cell["retries"] >= 1
+    assert cell["step_seconds"] is None and cell["restarts"] == 1  # the counters went with the server
     assert report["cells"]["HyperDFlash"][4]["retries"] == 0
+
+
+def test_without_counters_nothing_is_made_up(arguments, monkeypatch):
+    monkeypatch.setenv("NO_COUNTERS", "1")
+    report = run_bench_serve(BenchServeArguments(**arguments | {"vanilla": None, "verification": False}))
+    cell = report["cells"]["HyperDFlash"][4]
+    assert cell["requests"] == 8 and cell["rounds"] is None and cell["step_seconds"] is None
+    assert report["cells"]["target-only"][4]["step_seconds"] > 0
+
+
+def test_a_system_that_fails_does_not_take_the_others_along(arguments, monkeypatch):
+    monkeypatch.setenv("REFUSE", "custom_class")
+    with pytest.raises(ValueError, match="found no such method; .*bench holds target-only, vanilla, HyperDFlash$"):
+        run_bench_serve(BenchServeArguments(**arguments))
+    report = json.loads((Path(arguments["output"]) / "results.json").read_text())
+    assert list(report["cells"]) == ["target-only", "vanilla", "HyperDFlash"]
+    assert report["cells"]["HyperDFlash"]["4"]["accepted_length"] == 3.0
+
+
+def test_prompts_are_in_the_chat_form_of_a_target_without_a_template(arguments, tmp_path):
+    """DeepSeek-V4 is released without one."""
+    target = tmp_path / "target"
+    shutil.copytree(EMBEDDED_TARGET, target, ignore=shutil.ignore_patterns("*.jinja", "*.safetensors"))
+    assert not (target / "chat_template.jinja").exists()
+    options = BenchServeArguments(**arguments | {"target": str(target)})
+    assert sorted(read_prompts(options)) == sorted(read_prompts(BenchServeArguments(**arguments)))
 
 
 def test_a_round_is_split_into_its_parts():
@@ -92,7 +118,9 @@ def test_counters_and_times_of_a_cell():
     assert after["drafts"] == 15.0 and after["accepted_per_slot"] == [4.0, 3.0]
     cell = summarise([Timing(21, 0.5, 2.5, 0), Timing(5, 0.1, 0.9, 0)], 3.0, before, after)
     assert cell["accepted_length"] == pytest.approx(1.4)
-    assert cell["step_seconds"] == pytest.approx(2.8 / (24 - 4))
+    assert cell["step_seconds"] == pytest.approx(2.8 / 10)
+    alone = summarise([Timing(21, 0.5, 2.5, 0), Timing(5, 0.1, 0.9, 0)], 3.0, before, before, drafts=False)
+    assert alone["step_seconds"] == pytest.approx(2.8 / 24) and alone["accepted_length"] is None
     assert cell["seconds_per_token"]["mean"] == pytest.approx((2.0 / 20 + 0.8 / 4) / 2)
     assert cell["tokens_per_second"] == pytest.approx(26 / 3)
 

@@ -51,6 +51,8 @@ def test_a_drafter_that_does_not_fit_is_refused_before_weights(facts):
     assert facts["misfit"] == "drafter: target_num_hidden_layers: found 4, wanted 43, the target's"
     assert facts["too_few_drafts"].startswith("num_speculative_tokens: found 3, wanted 6")
     assert facts["other_target"].startswith("target: found model_type 'qwen3'")
+    assert facts["vanilla_misfit"] == "drafter: num_target_layers: found 5, wanted 4, the target's"
+    assert facts["vanilla_too_few_drafts"].startswith("num_speculative_tokens: found 3, wanted 6")
 
 
 def test_a_drafter_with_tensors_too_few_or_too_many_is_refused(facts):

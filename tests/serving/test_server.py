@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 1200  # seconds
 PROMPTS = ["What does the command `tail` do?", "Add 17 and 25.", "Write a function that adds two numbers."]
 
 
@@ -56,16 +57,18 @@ def test_16_clients_of_a_vllm_server_that_is_killed_all_get_their_answers(
     with (tmp_path / "log").open("wb") as log:
         bench = subprocess.Popen(command, env=serving_variables, stdout=log, stderr=log, cwd=ROOT)
     try:
-        while drafted_rounds(port) < 20 and bench.poll() is None:
-            time.sleep(0.2)
+        deadline = time.monotonic() + PATIENCE
+        while drafted_rounds(port) < 20 and bench.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert bench.poll() is None, (tmp_path / "log").read_text(errors="replace")[-3000:]
         os.killpg(server_of(port), signal.SIGKILL)
-        assert bench.wait() == 0, (tmp_path / "log").read_text(errors="replace")[-3000:]
+        assert bench.wait(PATIENCE) == 0, (tmp_path / "log").read_text(errors="replace")[-3000:]
     finally:
         if bench.poll() is None:
-            bench.terminate()
-            bench.wait()
+            bench.terminate()  # and with it its server
+            bench.wait(60)
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     alone, drafted = cells["target-only"]["16"], cells["HyperDFlash"]["16"]
-    assert drafted["requests"] == 32 and drafted["retries"] >= 1
+    assert drafted["requests"] == 32 and drafted["retries"] >= 1 and drafted["restarts"] == 1
     assert alone["requests"] == 32 and alone["retries"] == 0
     assert drafted["tokens"] == pytest.approx(alone["tokens"], rel=0.1)  # a near-tie may end a text elsewhere
