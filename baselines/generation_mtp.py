@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
 
 from ..generation_hyperdflash import DraftContext, HyperDFlashCandidateGenerator, make_rewindable
 from .configuration_mtp import MtpConfig
@@ -65,17 +66,19 @@ class MtpCandidateGenerator(HyperDFlashCandidateGenerator):
         streams, position = self._read_context(input_ids, model_kwargs)
         lm_head, cache = self.main_model_output_embeddings, self.context.cache
         candidate_ids, candidate_logits = input_ids, []
-        for step in range(num_drafts):
-            outputs = self.assistant_model(
-                token_embeds=self._embed(candidate_ids[:, -1:]),
-                hidden_states=streams,
-                position_ids=position + step,
-                cache=cache,
-            )
-            streams = outputs.streams
-            logits = lm_head(outputs.last_hidden_state.to(lm_head.weight.device, lm_head.weight.dtype))
-            candidate_ids, logits = self._choose(candidate_ids, logits.to(input_ids.device))
-            candidate_logits.append(logits)  # [b, 1, vocab]
+        # The experts' kernel for few tokens, as `generate` chooses it for the target
+        with GenerationMixin._optimize_model_for_decode(self.assistant_model):
+            for step in range(num_drafts):
+                outputs = self.assistant_model(
+                    token_embeds=self._embed(candidate_ids[:, -1:]),
+                    hidden_states=streams,
+                    position_ids=position + step,
+                    cache=cache,
+                )
+                streams = outputs.streams
+                logits = lm_head(outputs.last_hidden_state.to(lm_head.weight.device, lm_head.weight.dtype))
+                candidate_ids, logits = self._choose(candidate_ids, logits.to(input_ids.device))
+                candidate_logits.append(logits)  # [b, 1, vocab]
         cache.crop(1 - num_drafts)  # the first step's pair is an accepted one, the others were drafts
         return candidate_ids, torch.cat(candidate_logits, dim=1)
 

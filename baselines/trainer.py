@@ -55,13 +55,15 @@ class MtpTrainer(HyperDFlashTrainer):
         if peft_config is not None:
             raise ValueError("use_peft: found True, wanted False for an MTP module")
         super().__init__(model, target, args, *positional, **kwargs)
-        self.add_callback(ExpertBalance(self.model))
+        self.balance = ExpertBalance(self.model)
+        self.add_callback(self.balance)
 
     def _draft_hidden_states(
         self, model: nn.Module, states: DocumentStates, input_ids: torch.LongTensor, anchors: torch.LongTensor
     ) -> torch.Tensor:
         """`[b, A, D, d]`: step `k` of the recursion that begins with the pair before each anchor."""
         dtype = getattr(model, "module", model).e_proj.weight.dtype
+        self.balance.counted = anchors > 0  # in each step of the recursion
         embeds = self.target_states.modules.embedding(input_ids[:, 1:])  # [b, s - 1, d]
         return model(
             token_embeds=embeds.to(dtype),

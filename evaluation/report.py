@@ -14,7 +14,7 @@ from ..utils.folders import whole_file
 from .arguments import MODES
 from .figures import draw_figures
 from .metrics.accepted_length import accepted_length
-from .metrics.decoding_efficiency import ideal_speedup
+from .metrics.decoding_efficiency import ideal_speedup, token_seconds
 from .metrics.decoding_speedup import speedup
 from .metrics.slot_acceptance import share
 from .systems import TARGET
@@ -38,7 +38,7 @@ def measure(totals: Totals, baseline: Totals) -> dict[str, np.ndarray]:
     """All measures of one system on one task, from sums over texts; `[...]` as the sums, the slots' `[..., slots]`.
 
     Args:
-        totals: sums of `tokens`, `seconds` and `STATISTICS` of the system. baseline: of the target alone.
+        totals: sums of `texts`, `tokens`, `seconds` and `STATISTICS` of the system. baseline: of the target alone.
 
     Returns:
         `speedup`, `cpu_speedup` (the same by seconds of the processor, which other processes take less from),
@@ -48,20 +48,21 @@ def measure(totals: Totals, baseline: Totals) -> dict[str, np.ndarray]:
         and `conditional` acceptance by slot.
     """
     base = (baseline["tokens"], baseline["seconds"])
+    behind_first = ("texts", "tokens", "seconds", "prefill_seconds")
+    alone, mine = (token_seconds(*(sums[name] for name in behind_first)) for sums in (baseline, totals))
     counts = (totals["accepted"], totals["rounds"], totals["plain_steps"])
     steps = np.maximum(totals["rounds"] + totals["plain_steps"], 1)
     rest = totals["seconds"] - sum(totals[f"{part}_seconds"] for part in ("prefill", "draft", "verify"))
     length = accepted_length(totals["accepted"], totals["rounds"])
-    reached_speedup = speedup(totals["tokens"], totals["seconds"], *base)
-    ideal = ideal_speedup(*counts, totals["verify_seconds"] + totals["draft_seconds"], *base)
+    ideal = ideal_speedup(*counts, totals["verify_seconds"] + totals["draft_seconds"], alone)
     return {
-        "speedup": reached_speedup,
+        "speedup": speedup(totals["tokens"], totals["seconds"], *base),
         "cpu_speedup": speedup(totals["tokens"], totals["cpu_seconds"], baseline["tokens"], baseline["cpu_seconds"]),
         "accepted_length": length,
         "accepted_drafts": length - 1,
         "ideal_speedup": ideal,
-        "free_draft_speedup": ideal_speedup(*counts, totals["verify_seconds"], *base),
-        "efficiency": reached_speedup / ideal,
+        "free_draft_speedup": ideal_speedup(*counts, totals["verify_seconds"], alone),
+        "efficiency": alone / mine / ideal,
         "tokens_per_second": totals["tokens"] / totals["seconds"],
         "draft_ms": 1e3 * totals["draft_seconds"] / steps,
         "verify_ms": 1e3 * totals["verify_seconds"] / steps,
@@ -81,6 +82,7 @@ def sum_by_prompt(records: list[dict[str, Any]]) -> Totals:
         name: np.array([sum(record[name] for record in rows[key]) for key in order], dtype=float)
         for name in ("tokens", "seconds", "cpu_seconds")
     }
+    totals["texts"] = np.array([len(rows[key]) for key in order], dtype=float)
     for name in STATISTICS:
         values = [np.sum([record["statistics"][name] for record in rows[key]], axis=0) for key in order]
         totals[name] = np.array(values, dtype=float)

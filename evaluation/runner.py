@@ -206,11 +206,11 @@ class Evaluation:
 
     def _prompt_ids(self, prompt: Prompt, turn: int, condition: tuple[str, float], label: str) -> list[int]:
         """What the system is given at `turn`: all parts up to it, with its own answers between them."""
-        messages = list(prompt.parts[0])
+        messages, thinking = list(prompt.parts[0]), condition[0] == THINKING_MODE
         for earlier in range(turn):
             answer = self.file.records[(prompt.task, prompt.id, earlier, *condition, label)]
-            messages += [self.renderer.message(answer["ids"]), *prompt.parts[earlier + 1]]
-        return self.renderer.render(messages, condition[0] == THINKING_MODE, {})
+            messages += [self.renderer.message(answer["ids"], thinking), *prompt.parts[earlier + 1]]
+        return self.renderer.render(messages, thinking, {})
 
     def _compare(
         self, target: PreTrainedModel, prompt: Prompt, record: dict[str, Any], reference: dict[str, Any]

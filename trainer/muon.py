@@ -31,7 +31,7 @@ class MuonWith(Optimizer):
                 rest.append(group)
         muon = Muon(taken, adjust_lr_fn="match_rms_adamw")
         self._optimizers, self._num_rest = (optimizer, muon), len(rest)
-        super().__init__([*rest, *muon.param_groups], {})
+        super().__init__([*rest, *muon.param_groups], dict(optimizer.defaults))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

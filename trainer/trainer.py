@@ -104,6 +104,11 @@ class HyperDFlashTrainer(SFTTrainer):
         formatting_func: Callable[[dict], str] | None = None,
         peft_config: PeftConfig | None = None,
     ):
+        if args.use_muon and optimizers[0] is not None:
+            raise ValueError(
+                "HyperDFlashTrainingArguments.use_muon: found True beside an optimizer of the caller's, wanted "
+                "one of them"
+            )
         self.geometry = model.config.geometry
         self.objective = args.objective
         self.provenance: dict[str, Any] | None = None
@@ -175,6 +180,11 @@ class HyperDFlashTrainer(SFTTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in [`~transformers.Trainer`]; the reducer has groups of its own if its learning rate differs, and the
         weights of linear layers if `use_muon` asks for it."""
+        if self.args.use_muon and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "HyperDFlashTrainingArguments.use_muon: found True beside FSDP or DeepSpeed, wanted False: Muon needs "
+                "matrices as a whole, and these shard or flatten them"
+            )
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
@@ -187,12 +197,7 @@ class HyperDFlashTrainer(SFTTrainer):
                     rate = group["lr"] * self.args.reducer_learning_rate_factor
                     optimizer.add_param_group({**group, "params": own, "lr": rate})
         if self.args.use_muon:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError(
-                    "HyperDFlashTrainingArguments.use_muon: found True beside FSDP or DeepSpeed, wanted False: Muon "
-                    "needs matrices as a whole, and these shard or flatten them"
-                )
-            linears = (module for module in self.model.modules() if isinstance(module, nn.Linear))
+            linears = (module for module in self.model.modules() if type(module) is nn.Linear)  # no stack of several
             matrices = {linear.weight for linear in linears if linear.weight.requires_grad}
             self.optimizer = MuonWith(optimizer, matrices)
         return self.optimizer

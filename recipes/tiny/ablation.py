@@ -3,11 +3,12 @@
     python recipes/tiny/ablation.py --data runs/responses/train.jsonl --prompts DATA/eval --output runs/ablation
 
 Each cell is `hyperdflash init` and `hyperdflash train` with the settings of `ablation.yaml`, and nothing else; the
-commands stand in each folder's `provenance.json`. All cells see the same rows and anchors in the same order. Ten times
-in a run their acceptance is measured on the target's own greedy answers to held-out prompts (`heldout.jsonl`, made
-first by `hyperdflash regenerate`), behind the same anchors for all. Writes `ablation.json` and `ablation.md`. The same
-command again goes on where it stopped; `--shard 0/2` and `--shard 1/2` share the cells between two processes. Options
-that are not listed go to `hyperdflash train`, in every cell: `--max_steps 3000`.
+commands stand in each folder's `provenance.json`. All cells of a seed see the same rows and anchors in the same order.
+Ten times in a run their acceptance is measured on the target's own greedy answers to held-out prompts
+(`heldout.jsonl`, made first by `hyperdflash regenerate`), behind the same anchors for all cells of a seed. Writes
+`ablation.json` and `ablation.md`. The same command again goes on where it stopped; `--shard 0/2` and `--shard 1/2`
+share the cells between two processes. Options that are not listed go to `hyperdflash train`, in every cell:
+`--max_steps 3000`.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+from filelock import FileLock
+
 from hyperdflash.evaluation.tasks import load_prompts
 from hyperdflash.utils.folders import whole_file
 from hyperdflash.utils.provenance import collect_provenance
 
 HERE = Path(__file__).resolve().parent
 GATES = ["--context_source", "pre_hc_head", "--reducer", "hc_gate"]
-LAYERS = ["--context_source", "multi_layer", "--target_layer_ids", "0", "1", "2", "--reducer", "fc"]
+FC = ["--reducer", "fc", "--path_norm", "none"]
+LAYERS = ["--context_source", "multi_layer", "--target_layer_ids", "0", "1", "2", *FC]
+LAST_LAYERS = ["--context_source", "multi_layer", "--target_layer_ids", "1", "2", "3", *FC]  # 3 is pre_hc_head
 PARALLEL, SEQUENTIAL = ["--sequential_head_size", "0"], ["--sequential_head_size", "384"]
 CONDITIONS = {  # options of `init`
     "pre_hc_head, target's gates": [*GATES, *PARALLEL],
     "pre_hc_head, fresh gates": [*GATES, "--gate_start", "fresh", *PARALLEL],
-    "pre_hc_head, fc": ["--context_source", "pre_hc_head", "--reducer", "fc", "--path_norm", "none", *PARALLEL],
-    "multi_layer, fc": [*LAYERS, "--path_norm", "none", *PARALLEL],
+    "pre_hc_head, fc": ["--context_source", "pre_hc_head", *FC, *PARALLEL],
+    "multi_layer, fc": [*LAYERS, *PARALLEL],
+    "multi_layer with the last, fc": [*LAST_LAYERS, *PARALLEL],
     "pre_hc_head, target's gates, sequential head": [*GATES, *SEQUENTIAL],
-    "multi_layer, fc, sequential head": [*LAYERS, "--path_norm", "none", *SEQUENTIAL],
+    "multi_layer, fc, sequential head": [*LAYERS, *SEQUENTIAL],
 }
 TEACHERS = {  # options of `train`
     "none": ["--kl_weight", "0"],
@@ -59,7 +65,7 @@ def check_settings(args: argparse.Namespace) -> None:
     """
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {"target": args.target, "data": args.data, "prompts": args.prompts, "per_task": args.per_task}
-    settings["options"] = args.options
+    settings |= {"options": args.options, "conditions": CONDITIONS, "teachers": TEACHERS}
     settings["recipes"] = {name: (HERE / name).read_text(encoding="utf-8") for name in ("init.yaml", "ablation.yaml")}
     file = args.output / "settings.json"
     if not file.exists():
@@ -83,7 +89,8 @@ def make_held_out(args: argparse.Namespace) -> str:
     options = ["--temperatures", "0", "--thinking_share", "0.5", "--max_new_tokens", "160"]
     options += ["--max_prompt_length", "320"]
     options += ["--batch_size", "64", "--length_spread", "8", "--target_dtype", "float32"]
-    run("regenerate", "--target", args.target, "--data", str(prompts), "--output", str(rows), *options)
+    with FileLock(args.output / "heldout.lock"):  # another shard may be at it
+        run("regenerate", "--target", args.target, "--data", str(prompts), "--output", str(rows), *options)
     return str(rows)
 
 
@@ -100,7 +107,8 @@ def train_cell(args: argparse.Namespace, condition: str, teacher: str, seed: int
     words += ["--data", args.data, "--eval_data", held_out, "--output_dir", str(folder)]
     words += [*TEACHERS[teacher], *args.options]
     if args.states_cache:
-        source = CONDITIONS[condition][1]
+        options = CONDITIONS[condition]
+        source = "-".join(word for word in options[1 : options.index("--reducer")] if not word.startswith("-"))
         words += ["--states_cache", str(args.states_cache / source)]
     run("train", *words, "--seed", str(seed), "--disable_tqdm", "true", "--resume_from_checkpoint", "true")
 
@@ -117,7 +125,7 @@ def read_cell(folder: Path) -> dict[str, dict[str, float]] | None:
     evaluations = {entry["step"]: entry for entry in state["log_history"] if "eval_accepted_length" in entry}
     cell = {}
     for share in SHARES:
-        entry = evaluations[round(share * state["max_steps"])]
+        entry = evaluations[min(evaluations, key=lambda step: abs(step - share * state["max_steps"]))]
         names = [name for name in entry if name.startswith(("eval_acceptance_", "eval_accepted_length", "eval_ce"))]
         cell[f"{share:.0%}"] = {name.removeprefix("eval_"): entry[name] for name in names}
     return cell

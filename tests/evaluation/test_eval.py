@@ -264,10 +264,17 @@ def test_systems_say_how_many_tokens_they_draft(options, labels):
     assert read_systems(["prompt-lookup", "target"], str(EMBEDDED_TARGET))[0].label == "prompt-lookup (6)"
 
 
-def test_the_recipe_is_read():
-    argv = ["--config", str(Path(__file__).parents[2] / "recipes" / "tiny" / "eval.yaml"), "--output", "unused"]
+@pytest.mark.parametrize(
+    "recipe, systems",
+    [
+        ("eval", ["target", "prompt-lookup", "HyperDFlash"]),
+        ("comparison", ["target", "prompt-lookup", "MTP", "MTP", "Vanilla DFlash", "HyperDFlash"]),
+    ],
+)
+def test_the_recipes_are_read(recipe, systems):
+    argv = ["--config", str(Path(__file__).parents[2] / "recipes" / "tiny" / f"{recipe}.yaml"), "--output", "unused"]
     (arguments,) = parse("eval", [*argv, "--per_task", "1"], EvalArguments)
-    assert [system.split(":")[0] for system in arguments.systems] == ["target", "prompt-lookup", "HyperDFlash"]
+    assert [system.split(":")[0] for system in arguments.systems] == systems
     assert (arguments.per_task, arguments.temperatures, arguments.modes) == (1, [0.0, 1.0], list(MODES))
 
 

@@ -100,23 +100,55 @@ def test_speedup_is_a_ratio_of_sums_and_not_a_mean_of_ratios():
 
 
 def test_efficiency_is_the_speedup_over_what_rounds_allow():
-    # 20 rounds of 3 tokens; a round costs 30 ms, a token of the target alone 20 ms: 2 at best
+    # 20 rounds of 3 tokens behind the first; a round costs 30 ms, a token of the target alone 20 ms: 2 at best
     columns = {
-        "tokens": [30, 30],
-        "seconds": [0.4, 0.4],
+        "tokens": [37, 25],
+        "seconds": [0.5, 0.6],
+        "prefill_seconds": [0.1, 0.2],
         "rounds": [12, 8],
         "accepted": [30, 10],
         "plain_steps": [0, 0],
         "draft_seconds": [0.04, 0.06],
         "verify_seconds": [0.3, 0.2],
-        "baseline_tokens": [50, 50],
-        "baseline_seconds": [1.0, 1.0],
+        "baseline_tokens": [51, 51],
+        "baseline_seconds": [1.1, 1.2],
+        "baseline_prefill_seconds": [0.1, 0.2],
     }
     result = load("decoding_efficiency").compute(**columns)
     assert result["ideal_speedup"] == pytest.approx(2)
     assert result["free_draft_speedup"] == pytest.approx(3 * 0.02 / 0.025)
     assert result["speedup"] == pytest.approx(75 / 50)
     assert result["efficiency"] == pytest.approx(0.75)
+    no_loop = columns | {"seconds": [0.1 + 0.34, 0.2 + 0.26]}  # nothing but the prompt, drafts and verification
+    assert load("decoding_efficiency").compute(**no_loop)["efficiency"] == pytest.approx(1)
+
+
+def test_efficiency_of_a_recorded_run_is_what_its_clock_says(recorded_run):
+    """A clock of invented seconds, the same for each step; the counts are the run's."""
+    prompt, step, draft, rest, token = 0.5, 0.03, 0.01, 0.002, 0.02
+    rows = []
+    for statistics, rounds in recorded_run:
+        plain = statistics.plain_steps
+        tokens = 1 + plain + sum(1 + accepted for _, accepted in rounds)
+        verify, drafts = step * (len(rounds) + plain), draft * len(rounds)
+        seconds = prompt + verify + drafts + rest * len(rounds)
+        rows.append((tokens, seconds, verify, drafts, statistics, prompt + token * (tokens - 1)))
+    result = load("decoding_efficiency").compute(
+        tokens=[row[0] for row in rows],
+        seconds=[row[1] for row in rows],
+        prefill_seconds=[prompt] * len(rows),
+        verify_seconds=[row[2] for row in rows],
+        draft_seconds=[row[3] for row in rows],
+        **{name: [getattr(row[4], name) for row in rows] for name in ("rounds", "accepted", "plain_steps")},
+        baseline_tokens=[row[0] for row in rows],
+        baseline_seconds=[row[5] for row in rows],
+        baseline_prefill_seconds=[prompt] * len(rows),
+    )
+    working = sum(row[2] + row[3] for row in rows)
+    loop = sum(rest * row[4].rounds for row in rows)
+    assert sum(row[4].rounds for row in rows) > 10
+    assert result["efficiency"] == pytest.approx(working / (working + loop))
+    assert result["speedup"] == pytest.approx(token * sum(row[0] - 1 for row in rows) / (working + loop))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in METRICS.glob("*.py") if path.stem != "__init__"))

@@ -36,16 +36,20 @@ def test_the_table_is_the_records_counted_by_hand(evaluation, records, labels):
                 tau = 1 + accepted / rounds if rounds else 1
                 verify, draft = total(mine, "verify_seconds"), total(mine, "draft_seconds")
                 prefill = total(mine, "prefill_seconds")
-                ideal = tau / rate(alone) / ((verify + draft) / steps)
+                plain = sum(len(r["ids"]) - 1 for r in alone)  # tokens behind the first
+                one = (total(alone, "seconds") - total(alone, "prefill_seconds")) / plain
+                given = sum(1 + each for r in mine for each in r["statistics"]["accepted_per_round"])
+                given += total(mine, "plain_steps")
+                behind = sum(len(r["ids"]) - 1 for r in mine) / (total(mine, "seconds") - prefill)
                 by_hand = {
                     "speedup": rate(mine) / rate(alone),
                     "cpu_speedup": rate(mine, "cpu_seconds") / rate(alone, "cpu_seconds"),
                     "accepted_length": tau,
                     "accepted_drafts": accepted / rounds if rounds else 0,
                     "tokens_per_second": rate(mine),
-                    "ideal_speedup": ideal,
-                    "free_draft_speedup": tau / rate(alone) / (verify / steps),
-                    "efficiency": rate(mine) / rate(alone) / ideal,
+                    "ideal_speedup": given * one / (verify + draft),
+                    "free_draft_speedup": given * one / verify,
+                    "efficiency": behind / given * (verify + draft),
                     "verify_ms": 1000 * verify / steps,
                     "draft_ms": 1000 * draft / steps,
                     "rest_ms": 1000 * (total(mine, "seconds") - verify - draft - prefill) / steps,

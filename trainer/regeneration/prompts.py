@@ -81,10 +81,16 @@ class PromptRenderer:
             **(row.get("chat_template_kwargs") or {}) | mode,
         )
 
-    def message(self, ids: list[int]) -> dict[str, str]:
-        """An answer as a message of the conversation that goes on, its reasoning apart."""
+    def message(self, ids: list[int], thinking: bool) -> dict[str, str]:
+        """An answer as a message of the conversation that goes on, its reasoning apart.
+
+        Args:
+            thinking: whether it was given in think mode: then it is all reasoning if it was cut before that ended.
+        """
         text = self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids, clean_up_tokenization_spaces=False)
-        reasoning, _, content = text.rpartition(THINKING_END)
+        reasoning, end, content = text.rpartition(THINKING_END)
+        if thinking and not end:
+            reasoning, content = text, ""
         return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
 
 
@@ -196,7 +202,7 @@ class Conversation:
         if cut or not self.upcoming:
             self.done = True
             return
-        self.messages = [*self.messages, self.renderer.message(answer.ids), *self.upcoming.pop(0)]
+        self.messages = [*self.messages, self.renderer.message(answer.ids, self.thinking), *self.upcoming.pop(0)]
         try:
             self.input_ids = self.renderer.render(self.messages, self.thinking, self.row)
         except TEMPLATE_ERRORS as error:
