@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 from trl import SFTTrainer
 from trl.data_utils import is_conversational
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -197,8 +198,11 @@ class HyperDFlashTrainer(SFTTrainer):
                     rate = group["lr"] * self.args.reducer_learning_rate_factor
                     optimizer.add_param_group({**group, "params": own, "lr": rate})
         if self.args.use_muon:
-            linears = (module for module in self.model.modules() if type(module) is nn.Linear)  # no stack of several
-            matrices = {linear.weight for linear in linears if linear.weight.requires_grad}
+            linears = (module for module in self.model.modules() if isinstance(module, nn.Linear))
+            single = (
+                linear for linear in linears if not isinstance(linear, DeepseekV4GroupedLinear)
+            )  # a stack of them
+            matrices = {linear.weight for linear in single if linear.weight.requires_grad}
             self.optimizer = MuonWith(optimizer, matrices)
         return self.optimizer
 

@@ -149,3 +149,24 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(folder, tmp_path):
 def test_options_of_a_reducer_or_an_adapter_are_refused(folder, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         train(folder, tmp_path / "out", **options)
+
+
+def test_muon_steps_single_matrices_only(target, mtp, tokenizer, tmp_path):
+    """Not the grouped output projection, several matrices in one, and not the experts."""
+    trainer = trainer_of(target, mtp, tokenizer, tmp_path, use_muon=True)
+    groups = trainer.create_optimizer().param_groups
+    muon = {parameter for group in groups if "ns_steps" in group for parameter in group["params"]}
+    names = {name for name, parameter in mtp.named_parameters() if parameter in muon}
+    assert {"e_proj.weight", "layer.self_attn.q_a_proj.weight", "layer.self_attn.o_b_proj.weight"} < names
+    assert not any("o_a_proj" in name or "experts.gate_up_proj" in name or "hc" in name for name in names)
+
+
+def test_the_balance_counts_no_missing_anchors(target, mtp, tokenizer, tmp_path, monkeypatch):
+    """Two of six recursions begin nowhere: in each depth four rows of experts are counted."""
+    trainer = trainer_of(target, mtp, tokenizer, tmp_path, max_steps=1, per_device_train_batch_size=2)
+    anchors = torch.tensor([[8, 0, 9], [10, 11, 0]])
+    monkeypatch.setattr(trainer, "_draw_anchors", lambda *args: anchors)
+    monkeypatch.setattr(trainer.balance, "on_step_end", lambda *args, **kwargs: None)  # which begins anew
+    trainer.train()
+    (load,) = trainer.balance.loads.values()
+    assert int(load.sum()) == mtp.config.mtp_depths * 4 * target.config.num_experts_per_tok

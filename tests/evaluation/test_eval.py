@@ -104,16 +104,18 @@ def test_greedy_texts_are_the_targets_own(records, embedded, rows, labels):
     assert all(r["identical"] is (True if r["temperature"] == 0 else None) for r in records)
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["reasoning ended", "cut while reasoning"])
 def test_a_second_turn_follows_the_systems_own_first_answer(
-    make_arguments, tmp_path, invented, embedded, rows, labels
+    make_arguments, tmp_path, invented, embedded, rows, labels, ended
 ):
-    tokenizer = embedded[1]
+    tokenizer, mark = embedded[1], "</think>" if ended else " "
     own = {"target": "one", "prompt-lookup (4)": "two", "Drafter (3)": "three", "Drafter (6)": "four"}
-    invented.write = lambda system, seed: [*tokenizer(own[system.label])["input_ids"], 1]
+    invented.write = lambda system, seed: [*tokenizer(f"thought{mark}{own[system.label]}")["input_ids"], 1]
     run_eval(make_arguments(tmp_path / "run", tasks=["mt-bench"], temperatures=[1.0], modes=["think-high"]))
     first, second = rows["mt-bench"][0]["turns"]
     for label, asked, _, _ in invented.asked[len(labels) :]:
-        conversation = f"<｜User｜>{first}<｜Assistant｜></think>{own[label]}{tokenizer.eos_token}<｜User｜>{second}"
+        answer = own[label] if ended else ""  # without its reasoning
+        conversation = f"<｜User｜>{first}<｜Assistant｜></think>{answer}{tokenizer.eos_token}<｜User｜>{second}"
         assert tokenizer.decode(asked) == f"{tokenizer.bos_token}{conversation}<｜Assistant｜><think>"
 
 

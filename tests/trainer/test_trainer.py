@@ -194,11 +194,34 @@ def test_a_run_with_muon_resumes_to_the_same_weights(make_trainer, tmp_path):
     assert {group["lr"] for group in straight.optimizer.param_groups} == {0.0}  # the schedule reaches both
 
 
+@pytest.mark.parametrize(
+    "schedule, options", [("polynomial", {"lr_end": 1e-5}), ("cosine_with_min_lr", {"min_lr_rate": 0.1})]
+)
+def test_schedules_that_ask_the_optimizer_for_its_rate_run_with_muon(make_trainer, schedule, options):
+    trainer = make_trainer(use_muon=True, lr_scheduler_type=schedule, lr_scheduler_kwargs=options, max_steps=2)
+    trainer.train()
+    rates = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert len(rates) == 1 and 0 < rates.pop() < 1e-3
+
+
 def test_muon_is_refused_where_matrices_are_sharded(make_trainer):
     trainer = make_trainer(use_muon=True)
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match="use_muon: found True beside FSDP or DeepSpeed, wanted False"):
         trainer.create_optimizer()
+
+
+def test_muon_is_refused_beside_an_optimizer_of_the_callers(target, make_drafter, tokenizer, documents, tmp_path):
+    drafter = make_drafter(target)
+    with pytest.raises(ValueError, match="use_muon: found True beside an optimizer of the caller's"):
+        HyperDFlashTrainer(
+            drafter,
+            target,
+            arguments(tmp_path, use_muon=True),
+            documents(),
+            processing_class=tokenizer,
+            optimizers=(torch.optim.SGD(drafter.parameters(), lr=0.1), None),
+        )
 
 
 def test_bfloat16_autocast_keeps_the_gates_in_float32(make_trainer):
