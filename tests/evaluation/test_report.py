@@ -91,6 +91,7 @@ def test_intervals_cover_what_they_should():
         accepted = generator.binomial(10, 0.3, size=30)
         rows = {name: np.full(30, 10.0) for name in ("tokens", "seconds", "cpu_seconds", "rounds", "verify_seconds")}
         rows |= {name: np.zeros(30) for name in ("plain_steps", "draft_seconds", "prefill_seconds")}
+        rows["texts"] = np.ones(30)
         rows |= {"accepted": accepted * 1.0, "accepted_per_slot": accepted[:, None] * 1.0}
         rows |= {"reached_per_slot": np.full((30, 1), 10.0)}
         drawn = {name: resample("task", 30, 400, trial) @ values for name, values in rows.items()}
