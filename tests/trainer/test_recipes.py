@@ -36,8 +36,15 @@ def test_the_mtp_module_is_trained_as_the_drafter_is(stage):
     drafter, mtp = (
         yaml.safe_load((RECIPES / f"tiny/{name}-stage{stage}.yaml").read_text()) for name in ("drafter", "mtp")
     )
-    optimizer = {"use_muon": True, "learning_rate": 3e-3}  # the module's is AdamW at 2e-3 (docs/baselines.md)
-    assert drafter == mtp | optimizer
+    assert mtp == drafter
+
+
+def test_vanilla_dflash_begins_as_the_drafter_does_but_for_what_it_reads_and_the_head():
+    names = ("init", "dflash-init")
+    drafter, vanilla = (yaml.safe_load((RECIPES / f"tiny/{name}.yaml").read_text()) for name in names)
+    differing = {name for name in drafter | vanilla if drafter.get(name) != vanilla.get(name)}
+    reads = {"context_source", "target_layer_ids", "reducer", "stream_pooling", "path_norm"}
+    assert differing == reads | {"sequential_head_size"}
 
 
 @pytest.mark.parametrize("recipe", ["tiny/drafter-stage1.yaml", "tiny/drafter-stage2.yaml"])
