@@ -34,14 +34,17 @@ def test_the_target_has_deepseek_v4s_architecture_in_at_most_12_million_paramete
     assert config.n_routed_experts in (64, 128, 256, 384)
 
 
-@pytest.mark.parametrize("folder", [EMBEDDED_TARGET, EMBEDDED_DRAFTER], ids=["target", "drafter"])
-def test_weights_are_bfloat16_and_say_where_they_come_from(folder):
+@pytest.mark.parametrize(
+    "folder, measured",
+    [(EMBEDDED_TARGET, "held-out loss"), (EMBEDDED_DRAFTER, "accepted length")],
+    ids=["target", "drafter"],
+)
+def test_weights_are_bfloat16_and_say_where_they_come_from(folder, measured):
     assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
     record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     assert {"command", "commit", "versions", "data", "seed"} <= record.keys()
     assert record["commit"]
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "held-out" in card.lower() or "held out" in card.lower()
+    assert measured in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_code_beside_the_drafter_is_the_packages_own():
@@ -99,4 +102,4 @@ def test_greedy_text_is_the_targets_own_and_drafts_are_accepted(pair, thinking):
         drafted = target.generate(**inputs, do_sample=False, max_new_tokens=64, assistant_model=drafter)
         assert torch.equal(alone, drafted)
         total = drafter.last_generation if total is None else total + drafter.last_generation
-    assert total.accepted_length > 1.5
+    assert total.accepted_length > 2.5
