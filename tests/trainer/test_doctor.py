@@ -19,7 +19,7 @@ from hyperdflash.trainer.blocks import block_mask, slot_labels
 from hyperdflash.trainer.doctor import walks
 from hyperdflash.trainer.doctor.case import Case, run_check
 from hyperdflash.trainer.doctor.fits import fits
-from hyperdflash.trainer.doctor.passes import check_acceptance, measure_acceptance, tie
+from hyperdflash.trainer.doctor.passes import check_acceptance, check_causality, measure_acceptance, tie
 from hyperdflash.trainer.doctor.prompts import Prompt, read_prompt
 from hyperdflash.trainer.doctor.record import drafting_record
 from hyperdflash.trainer.doctor.run import diagnose
@@ -341,13 +341,28 @@ def test_rounding_in_bfloat16_is_no_fault(examine_in_bfloat16, embedded_bfloat16
     assert found.to_dict()["largest_near_tie"] == max(found.near_ties, default=0.0)
 
 
-# Not a causal block in training: behind a sequential head it moves 6 of 212 drafts, as many as rounding may
-@pytest.mark.parametrize("plant", [training_sees_the_anchor, positions_one_off_in_training])
+@pytest.mark.parametrize("plant", [causal_training, training_sees_the_anchor, positions_one_off_in_training])
 def test_a_fault_in_one_pass_is_named_in_bfloat16_too(plant, examine_in_bfloat16, embedded_bfloat16, monkeypatch):
-    plant(monkeypatch, embedded_bfloat16[1])
+    drafter = embedded_bfloat16[1]
+    if plant is causal_training:  # behind a sequential head it moves as few drafts as rounding may: see the next test
+        monkeypatch.setitem(drafter._modules, "sequential_head", None)
+        monkeypatch.setattr(drafter.config, "sequential_head_size", 0)
+    plant(monkeypatch, drafter)
     findings, found = examine_in_bfloat16()
     assert not findings[0].ok and len(found.differences) > found.stray
     assert "their logits" in findings[0].message and f"wanted the same but for {found.stray}" in findings[0].message
+
+
+def test_a_causal_block_behind_a_sequential_head_is_named_in_bfloat16_by_what_slots_see(
+    embedded_bfloat16, monkeypatch
+):
+    target, drafter = embedded_bfloat16
+    assert drafter.sequential_head is not None
+    causal_training(monkeypatch, drafter)
+    prompt = read_prompt({"prompt": [{"role": "user", "content": QUESTIONS[0]}]}, embedded_tokenizer())
+    case = Case(target, drafter, [prompt], walks=[walks.walk(target, drafter, prompt.ids, NEW_TOKENS)])
+    (finding,) = run_check(check_causality, case)
+    assert "found slots [0, 1, 2, 3, 4, 5] that do not see their block's last slot in training" in finding.message
 
 
 # --- faults that both passes share: only the weights, or a record, know ---
