@@ -77,11 +77,7 @@ def check_fit(drafter: Any, target: Any, num_speculative_tokens: int) -> None:
         raise ValueError(
             f"target: found model_type {target.model_type!r}, wanted one with residual streams: deepseek_v4"
         )
-    if num_speculative_tokens != drafter.block_size - 1:
-        raise ValueError(
-            f"num_speculative_tokens: found {num_speculative_tokens}, wanted {drafter.block_size - 1}: the drafter "
-            f"was trained on blocks of {drafter.block_size} slots, the first of which holds the last token known"
-        )
+    _check_block(drafter.block_size, num_speculative_tokens)
     for name, found, wanted in (
         ("target_model_type", inner["target_model_type"], target.model_type),
         ("target_num_hidden_layers", inner["target_num_hidden_layers"], target.num_hidden_layers),
@@ -107,15 +103,20 @@ def check_vanilla_fit(drafter: Any, target: Any, num_speculative_tokens: int) ->
     """
     inner = getattr(drafter, "dflash_config", None) or {}
     block_size = getattr(drafter, "block_size", inner.get("block_size"))
-    if block_size is not None and num_speculative_tokens != block_size - 1:
-        raise ValueError(
-            f"num_speculative_tokens: found {num_speculative_tokens}, wanted {block_size - 1}: the drafter was "
-            f"trained on blocks of {block_size} slots, the first of which holds the last token known"
-        )
+    if block_size is not None:
+        _check_block(block_size, num_speculative_tokens)
     layers = inner.get("num_target_layers", getattr(drafter, "num_target_layers", None))
     if layers is not None and layers != target.num_hidden_layers:
         raise ValueError(
             f"drafter: num_target_layers: found {layers}, wanted {target.num_hidden_layers}, the target's"
+        )
+
+
+def _check_block(block_size: int, num_speculative_tokens: int) -> None:
+    if num_speculative_tokens != block_size - 1:
+        raise ValueError(
+            f"num_speculative_tokens: found {num_speculative_tokens}, wanted {block_size - 1}: the drafter was "
+            f"trained on blocks of {block_size} slots, the first of which holds the last token known"
         )
 
 

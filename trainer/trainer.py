@@ -198,10 +198,9 @@ class HyperDFlashTrainer(SFTTrainer):
                     rate = group["lr"] * self.args.reducer_learning_rate_factor
                     optimizer.add_param_group({**group, "params": own, "lr": rate})
         if self.args.use_muon:
+            # A grouped linear is a stack of matrices, which Muon would take for one
             linears = (module for module in self.model.modules() if isinstance(module, nn.Linear))
-            single = (
-                linear for linear in linears if not isinstance(linear, DeepseekV4GroupedLinear)
-            )  # a stack of them
+            single = (linear for linear in linears if not isinstance(linear, DeepseekV4GroupedLinear))
             matrices = {linear.weight for linear in single if linear.weight.requires_grad}
             self.optimizer = MuonWith(optimizer, matrices)
         return self.optimizer
