@@ -363,8 +363,12 @@ def run_train(argv: list[str]) -> int:
     from .trainer import HyperDFlashTrainingArguments, TrainArguments, run_train
 
     metrics = run_train(*parse("train", argv, TrainArguments, HyperDFlashTrainingArguments))
-    if PartialState().is_main_process:
+    state = PartialState()
+    if state.is_main_process:
         print(json.dumps(metrics, indent=2))
+    # Together: a process that ends while another still writes the model takes the connection away from it
+    state.wait_for_everyone()
+    state.destroy_process_group()
     return 0
 
 
