@@ -3,8 +3,10 @@
 
     python recipes/tiny/publish.py target  --model runs/target --output checkpoints/tiny-target
     python recipes/tiny/publish.py drafter --model runs/stage2 --output checkpoints/tiny-hyperdflash
+    python recipes/tiny/publish.py drafter --model runs/dflash-stage2 --output checkpoints/tiny-dflash
+    python recipes/tiny/publish.py mtp     --model runs/mtp-stage2 --output checkpoints/tiny-mtp
 
-The drafter's card is made by `hyperdflash card`, once `hyperdflash eval` has measured the embedded weights.
+Cards of drafters are made by `hyperdflash card`, once `hyperdflash eval` has measured the embedded weights.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hyperdflash import HyperDFlashModel  # noqa: F401  (registers the drafter)
+from hyperdflash.baselines import MtpModel  # noqa: F401  (registers the MTP module)
 from hyperdflash.utils.folders import whole_folder
 from hyperdflash.utils.provenance import write_provenance
 
@@ -73,7 +76,7 @@ use it for anything else.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("kind", choices=["target", "drafter"])
+    parser.add_argument("kind", choices=["target", "drafter", "mtp"])
     parser.add_argument("--model", required=True, help="folder of the trained model")
     parser.add_argument("--output", required=True)
     parser.add_argument("--earlier", nargs="*", default=[], help="target: folders whose provenance came before")
