@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 
-from ..generation_hyperdflash import DraftContext, HyperDFlashCandidateGenerator, make_rewindable
+from ..generation_hyperdflash import DraftContext, HyperDFlashCandidateGenerator, confidence_threshold, make_rewindable
 from .configuration_mtp import MtpConfig
 
 
@@ -48,6 +48,7 @@ class MtpCandidateGenerator(HyperDFlashCandidateGenerator):
         self.rowwise = False  # drafts are chosen one by one
         self.model_kwargs_overrides = {}
         self.num_draft_tokens = num_draft_tokens
+        self.confidence_threshold = confidence_threshold(assistant_model, generation_config)
         self.context = context
         make_rewindable(context.cache, max_rollback=num_draft_tokens)
         self.device, self.dtype = assistant_model.device, assistant_model.e_proj.weight.dtype
@@ -77,9 +78,12 @@ class MtpCandidateGenerator(HyperDFlashCandidateGenerator):
                 )
                 streams = outputs.streams
                 logits = lm_head(outputs.last_hidden_state.to(lm_head.weight.device, lm_head.weight.dtype))
-                candidate_ids, logits = self._choose(candidate_ids, logits.to(input_ids.device))
+                longer_ids, logits = self._choose(candidate_ids, logits.to(input_ids.device))
+                if step > 0 and self._is_unsure(logits[0]):
+                    break
+                candidate_ids = longer_ids
                 candidate_logits.append(logits)  # [b, 1, vocab]
-        cache.crop(1 - num_drafts)  # the first step's pair is an accepted one, the others were drafts
+        cache.crop(-step)  # the first step's pair is an accepted one, the others were drafts
         return candidate_ids, torch.cat(candidate_logits, dim=1)
 
     def _read_context(

@@ -27,7 +27,8 @@ class EvalArguments:
         default=None,
         metadata={
             "help": "Who decodes: target (needed, the baseline), prompt-lookup[:DRAFTS], and assistants as "
-            "NAME:PATH[:DRAFTS], with DRAFTS the drafts a round. Example: --systems target prompt-lookup:6 "
+            "NAME:PATH[:DRAFTS[:CONFIDENCE]], with DRAFTS the drafts a round and CONFIDENCE what a token's likelihood "
+            "must be for a draft to go on. Example: --systems target prompt-lookup:6 "
             "MTP:runs/mtp:3 HyperDFlash:runs/drafter"
         },
     )

@@ -43,18 +43,23 @@ class System:
         name: as the user gave it: `target`, `prompt-lookup`, or an assistant's.
         num_draft_tokens: drafts a round; 0 for the target alone.
         path: folder or Hub id of the assistant; `None` for the other two.
+        confidence_threshold: ends a draft before a token less likely than this; 0 does not.
         assistant: the assistant, once `load` has run.
     """
 
     name: str
     num_draft_tokens: int
     path: str | None = None
+    confidence_threshold: float = 0.0
     assistant: PreTrainedModel | None = None
 
     @property
     def label(self) -> str:
-        """As in the paper: the name, and in parentheses the drafts a round."""
-        return self.name if self.name == TARGET else f"{self.name} ({self.num_draft_tokens})"
+        """As in the paper: the name, and in parentheses the drafts a round; behind them its confidence threshold."""
+        if self.name == TARGET:
+            return self.name
+        threshold = f", {self.confidence_threshold:g}" if self.confidence_threshold else ""
+        return f"{self.name} ({self.num_draft_tokens}{threshold})"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -62,6 +67,8 @@ class System:
         record: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens}
         if self.path is not None:
             record["checkpoint"] = checkpoint_fingerprints(self.path) or self.path
+        if self.confidence_threshold:
+            record["confidence_threshold"] = self.confidence_threshold
         return record
 
     def decode(self, target: PreTrainedModel, input_ids: torch.LongTensor, seed: int, **kwargs: Any) -> Decoded:
@@ -69,6 +76,7 @@ class System:
         cache = DynamicCache(config=target.config)
         if self.assistant is not None:
             self.assistant.generation_config.num_assistant_tokens = self.num_draft_tokens
+            self.assistant.generation_config.assistant_confidence_threshold = self.confidence_threshold
             kwargs["assistant_model"] = self.assistant
         elif self.name == PROMPT_LOOKUP:
             kwargs["prompt_lookup_num_tokens"] = self.num_draft_tokens
@@ -125,8 +133,11 @@ def _read_system(text: str, target: str, trust_remote_code: bool) -> System:
             raise ValueError(f"systems: found {text!r}, wanted {PROMPT_LOOKUP} or {PROMPT_LOOKUP}:DRAFTS")
         return System(name, _positive(text, rest or DEFAULT_LOOKUP_DRAFTS))
     if not name or not rest or name == TARGET:
-        raise ValueError(f"systems: found {text!r}, wanted {TARGET}, {PROMPT_LOOKUP}[:DRAFTS] or NAME:PATH[:DRAFTS]")
-    path, drafts = re.fullmatch(r"(.+?)(?::(\d+))?", rest).groups()
+        form = "NAME:PATH[:DRAFTS[:CONFIDENCE]]"
+        raise ValueError(f"systems: found {text!r}, wanted {TARGET}, {PROMPT_LOOKUP}[:DRAFTS] or {form}")
+    path, drafts, threshold = re.fullmatch(r"(.+?)(?::(\d+)(?::(\d*\.\d+))?)?", rest).groups()
+    if threshold is not None and not 0 <= float(threshold) < 1:
+        raise ValueError(f"systems: found {text!r}, wanted a confidence of at least 0 and below 1")
     check_model_path("systems", path)
     options = {"trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(path, **options)
@@ -137,7 +148,9 @@ def _read_system(text: str, target: str, trust_remote_code: bool) -> System:
         drafts = _own_number_of_drafts(path, config)
         if drafts is None:
             raise ValueError(f"systems: found {text!r} and no number of drafts in {path!r}, wanted NAME:PATH:DRAFTS")
-    return System(name, _positive(text, drafts), path)
+    if threshold is None:
+        threshold = _own_setting(path, "assistant_confidence_threshold")
+    return System(name, _positive(text, drafts), path, float(threshold or 0))
 
 
 def _positive(text: str, drafts: str | int) -> int:
@@ -148,11 +161,16 @@ def _positive(text: str, drafts: str | int) -> int:
 
 def _own_number_of_drafts(path: str, config: Any) -> int | None:
     """`num_assistant_tokens` of the assistant's generation config, else what its block holds."""
-    try:
-        own = GenerationConfig.from_pretrained(path).num_assistant_tokens
-    except OSError:
-        own = None
+    own = _own_setting(path, "num_assistant_tokens")
     return own or getattr(getattr(config, "geometry", None), "num_draft_tokens", None)
+
+
+def _own_setting(path: str, name: str) -> Any:
+    """A setting of the assistant's generation config; `None` if it has none."""
+    try:
+        return getattr(GenerationConfig.from_pretrained(path), name)
+    except OSError:
+        return None
 
 
 def load_assistants(systems: Sequence[System], dtype: str, device: str, trust_remote_code: bool = False) -> None:

@@ -19,6 +19,7 @@ from hyperdflash import generation_hyperdflash
 from hyperdflash.generation_hyperdflash import (
     GenerationStatistics,
     HyperDFlashCandidateGenerator,
+    confidence_threshold,
     hooks_installed,
     install_hooks,
     remove_hooks,
@@ -323,6 +324,53 @@ def test_the_drafters_own_setting_and_the_calls_setting_shorten_the_draft(target
     config = GenerationConfig(num_assistant_tokens=4, max_new_tokens=60, do_sample=False)
     assert torch.equal(target.generate(input_ids, assistant_model=drafter, generation_config=config), text)
     assert drafter.last_generation.num_draft_tokens == 4
+
+
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("fields", [{}, {"sequential_head_size": 24}], ids=["parallel", "sequential"])
+def test_a_draft_ends_before_the_first_slot_of_low_confidence(target, make_drafter, monkeypatch, fields, processors):
+    drafter, confidence = make_drafter(target, **fields), 0.25 if fields else 0.09
+    choose, get_candidates = HyperDFlashCandidateGenerator._choose, HyperDFlashCandidateGenerator.get_candidates
+    rows, lengths = [], []
+
+    def record_rows(self, input_ids, logits):
+        ids, logits = choose(self, input_ids, logits)
+        rows.extend(logits[0].double().softmax(-1).amax(-1).tolist())
+        return ids, logits
+
+    def check_length(self, input_ids, *args, **kwargs):
+        rows.clear()
+        ids, logits = get_candidates(self, input_ids, *args, **kwargs)
+        if logits is not None:
+            drafts = ids.shape[1] - input_ids.shape[1]
+            assert logits.shape[1] == drafts >= 1
+            assert all(likelihood >= confidence for likelihood in rows[1:drafts])
+            assert drafts == 6 or rows[drafts:] == [] or rows[drafts] < confidence
+            if rows[drafts:] or drafts == 6:  # else the length budget was shorter than the block
+                lengths.append(drafts)
+        return ids, logits
+
+    monkeypatch.setattr(HyperDFlashCandidateGenerator, "_choose", record_rows)
+    monkeypatch.setattr(HyperDFlashCandidateGenerator, "get_candidates", check_length)
+    call = {"assistant_model": drafter, "assistant_confidence_threshold": confidence}
+    text = plain(target, prompt(20), max_new_tokens=60, **call, **processors)
+    assert torch.equal(text, plain(target, prompt(20), max_new_tokens=60, **processors))
+    assert len(set(lengths)) > 2, lengths
+    assert drafter.last_generation.drafted < 6 * drafter.last_generation.rounds
+
+
+def test_the_confidence_may_stand_with_the_drafter_and_must_be_a_probability(target, drafter, monkeypatch):
+    own = GenerationConfig(assistant_confidence_threshold=0.4)
+    monkeypatch.setattr(drafter, "generation_config", own, raising=False)
+    settings = {"assistant_confidence_threshold": 0.4}  # transformers' default: counts as unset
+    assert confidence_threshold(drafter, GenerationConfig(**settings)) == 0.4
+    own.assistant_confidence_threshold = None
+    assert confidence_threshold(drafter, GenerationConfig(**settings)) == 0
+    assert confidence_threshold(drafter, GenerationConfig(assistant_confidence_threshold=0.2)) == 0.2
+    for found in (1.0, -0.1):
+        settings = {"assistant_confidence_threshold": found, "max_new_tokens": 4}
+        with pytest.raises(ValueError, match=f"`assistant_confidence_threshold`: found {found}, wanted at least 0"):
+            plain(target, prompt(5), assistant_model=drafter, **settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -683,6 +731,34 @@ def test_a_sequential_head_sees_the_draft_before_each_slot(target, make_drafter)
 def test_sampled_tokens_have_the_processed_distribution(markov, processors):
     assert markov.p_value(2_500, calls=2, **processors) > 0.001
     assert markov.statistics.accepted > 200
+
+
+def cut_by_the_draw(self, input_ids, *args, original=HyperDFlashCandidateGenerator.get_candidates, **kwargs):
+    """The usual mistake: a draft ends before a token that happened to be an unlikely one."""
+    threshold, self.confidence_threshold = self.confidence_threshold, 0
+    ids, logits = original(self, input_ids, *args, **kwargs)
+    self.confidence_threshold = threshold
+    if logits is None:
+        return ids, logits
+    drafts = ids[0, input_ids.shape[1] :]
+    likely = logits[0].softmax(-1)[torch.arange(len(drafts)), drafts] >= threshold
+    kept = 1 + int(likely[1:].cumprod(0).sum())
+    return ids[:, : input_ids.shape[1] + kept], logits[:, :kept]
+
+
+@pytest.mark.parametrize("fields", [{}, {"sequential_head_size": 16}], ids=["parallel", "sequential"])
+def test_drafts_that_end_by_confidence_keep_the_targets_distribution(make_target, make_drafter, fields):
+    markov = Markov(make_target, make_drafter, **fields)
+    markov.drafter.generation_config = GenerationConfig(assistant_confidence_threshold=0.16)
+    assert markov.p_value(4_000, calls=2) > 0.001
+    assert markov.statistics.accepted > 400 and markov.statistics.drafted < 8 * markov.statistics.rounds
+
+
+def test_drafts_that_end_by_their_own_draw_are_seen(make_target, make_drafter, monkeypatch):
+    markov = Markov(make_target, make_drafter)
+    markov.drafter.generation_config = GenerationConfig(assistant_confidence_threshold=0.08)
+    monkeypatch.setattr(HyperDFlashCandidateGenerator, "get_candidates", cut_by_the_draw)
+    assert markov.p_value(10_000, calls=5) < 1e-6
 
 
 def accept_every_draft(candidate_ids, candidate_logits, length, new_logits, **kwargs):

@@ -759,6 +759,8 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
     * temperature, top-k and the like are applied to all slots at once; only processors that read the tokens before a
       slot are run slot by slot; without processors there is no loop;
     * a drafter with a sequential head goes through LM head and processors slot by slot, each behind the draft before;
+    * a confidence threshold ends a draft before its first slot, but for slot 1, whose likeliest token is less likely
+      than that. No token's own draw decides whether it is verified, so sampling stays lossless;
     * with sampling, draft logits are returned in float32: the distribution that rejection sampling divides by is then
       the one that the drafts were drawn from, in half precision too;
     * the context outlives the call. It is bound to the target's cache (weakly, and only for as long as nobody else
@@ -796,6 +798,7 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
         self.model_kwargs_overrides = {}
         self.geometry = assistant_model.config.geometry
         self.num_draft_tokens = num_draft_tokens
+        self.confidence_threshold = confidence_threshold(assistant_model, generation_config)
         self.context = context
         self.dtype = next(assistant_model.layers.parameters()).dtype
         self.noise_ids_mask = self.noise_ids_mask.to(main_model_input_embeddings.weight.device)
@@ -830,7 +833,15 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
         hidden_states = hidden_states[:, first : first + num_drafts]
         if getattr(self.assistant_model, "sequential_head", None) is not None:
             return self._choose_in_sequence(input_ids, hidden_states)
-        return self._choose(input_ids, self._logits(hidden_states, input_ids.device))
+        candidate_ids, logits = self._choose(input_ids, self._logits(hidden_states, input_ids.device))
+        sure = 1 + int(self._is_unsure(logits[0, 1:]).logical_not().cumprod(dim=0).sum())
+        return candidate_ids[:, : input_ids.shape[1] + sure], logits[:, :sure]
+
+    def _is_unsure(self, logits: torch.Tensor) -> torch.BoolTensor:
+        """Whether the likeliest token is less likely than the threshold: `[drafts, vocab]` -> `[drafts]`."""
+        if self.confidence_threshold == 0:
+            return torch.zeros(logits.shape[0], dtype=torch.bool)
+        return logits.float().softmax(dim=-1).amax(dim=-1) < self.confidence_threshold
 
     def _logits(self, hidden_states: torch.Tensor, device: torch.device) -> torch.Tensor:
         lm_head = self.main_model_output_embeddings
@@ -885,7 +896,10 @@ class HyperDFlashCandidateGenerator(DFlashTokenCandidateGenerator):
             previous = candidate_ids[:, -1:].to(self.noise_ids_mask.device)
             embeds = self._get_noise_embeds(previous).to(hidden_states.device, hidden_states.dtype)
             mixed = self.assistant_model.sequential_head(hidden_states[:, slot : slot + 1], embeds)  # [b, 1, d]
-            candidate_ids, logits = self._choose(candidate_ids, self._logits(mixed, input_ids.device))
+            longer_ids, logits = self._choose(candidate_ids, self._logits(mixed, input_ids.device))
+            if slot > 0 and self._is_unsure(logits[0]):
+                break
+            candidate_ids = longer_ids
             rows.append(logits)
         return candidate_ids, torch.cat(rows, dim=1)
 
@@ -1075,6 +1089,33 @@ def check_drafter_fits(target: PreTrainedModel, drafter: PreTrainedModel) -> Non
         )
 
 
+def _assistant_setting(
+    name: str, drafter: PreTrainedModel, generation_config: GenerationConfig
+) -> tuple[str, int | float | None]:
+    """(where it stands, value) of the call's setting if it is not transformers' default, else of the drafter's own."""
+    found = getattr(generation_config, name)
+    if found is not None and found != GenerationConfig._get_default_generation_params()[name]:
+        return name, found
+    own = getattr(drafter, "generation_config", None)
+    return f"assistant_model.generation_config.{name}", getattr(own, name, None)
+
+
+def confidence_threshold(drafter: PreTrainedModel, generation_config: GenerationConfig) -> float:
+    """`assistant_confidence_threshold` of the call, else of the drafter, else 0: drafts are as long as they may be.
+
+    A call's 0.4 is transformers' own default and counts as unset, as its 20 for `num_assistant_tokens` does.
+
+    Raises:
+        ValueError: it is no probability below 1.
+    """
+    source, found = _assistant_setting("assistant_confidence_threshold", drafter, generation_config)
+    if found is None:
+        return 0.0
+    if not 0 <= found < 1:
+        raise ValueError(f"`{source}`: found {found}, wanted at least 0 and below 1.")
+    return found
+
+
 def draft_length(drafter: PreTrainedModel, generation_config: GenerationConfig) -> int:
     """How many tokens a round drafts: `num_assistant_tokens` of the call, else of the drafter, else the whole block.
 
@@ -1087,11 +1128,7 @@ def draft_length(drafter: PreTrainedModel, generation_config: GenerationConfig) 
         ValueError: the number is below 1 or above what the block holds.
     """
     most = drafter.config.geometry.num_draft_tokens
-    default = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]
-    source, found = "num_assistant_tokens", generation_config.num_assistant_tokens
-    if found is None or found == default:
-        source = "assistant_model.generation_config.num_assistant_tokens"
-        found = getattr(getattr(drafter, "generation_config", None), "num_assistant_tokens", None)
+    source, found = _assistant_setting("num_assistant_tokens", drafter, generation_config)
     if found is None:
         return most
     if not hasattr(drafter.config, "block_size"):

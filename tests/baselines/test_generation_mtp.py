@@ -111,6 +111,27 @@ def test_drafts_on_the_cache_are_those_of_a_recomputation_without_one(target, mt
         torch.testing.assert_close(logits, recomputed(target, mtp, text, anchor, drafts), atol=1e-4, rtol=1e-4)
 
 
+def test_a_draft_ends_before_the_first_token_below_the_confidence(target, mtp, forced):
+    """The drafts that are left are those of a recomputation, so the cache lacks what was not verified."""
+    ids, confidence = prompt(9, seed=4), 0.2
+    text = target.generate(ids, do_sample=False, max_new_tokens=60)
+    forced(text)
+    call = {"inputs": ids, "max_new_tokens": 40, "assistant_confidence_threshold": confidence}
+    (drafted,), rounds = rounds_of(target, mtp, call)
+    assert torch.equal(drafted, text[:, : drafted.shape[1]])
+    lengths = set()
+    for anchor, drafts, logits in rounds:
+        torch.testing.assert_close(recomputed(target, mtp, drafted, anchor, drafts), logits, atol=1e-4, rtol=1e-4)
+        assert (logits[1:].softmax(-1).amax(-1) >= confidence).all()
+        room = ids.shape[1] + 40 - anchor - 2  # of the length budget
+        if len(drafts) < min(6, room):
+            longer = torch.cat([drafts, logits[-1:].argmax(-1)])
+            next_row = recomputed(target, mtp, drafted, anchor, longer)[-1]
+            assert next_row.softmax(-1).max() < confidence + 1e-4
+        lengths.add(len(drafts))
+    assert len(lengths) > 2
+
+
 def read_nothing(self, *args):
     return None
 

@@ -266,6 +266,23 @@ def test_systems_say_how_many_tokens_they_draft(options, labels):
     assert read_systems(["prompt-lookup", "target"], str(EMBEDDED_TARGET))[0].label == "prompt-lookup (6)"
 
 
+def test_a_system_may_have_a_confidence_threshold_of_its_own(make_arguments, tmp_path):
+    path = str(EMBEDDED_DRAFTER)
+    systems = ["target", f"Short:{path}:6:0.9", f"Long:{path}:6"]
+    report = run_eval(make_arguments(tmp_path / "run", systems=systems))
+    drafted = {}
+    for record in read(tmp_path / "run"):
+        if (statistics := record.get("statistics")) and record["system"] != "target":
+            total = drafted.setdefault(record["system"], [0, 0])
+            total[0] += statistics["drafted"]
+            total[1] += statistics["rounds"]
+    short, long = (drafted[label] for label in ("Short (6, 0.9)", "Long (6)"))
+    assert short[0] / short[1] < long[0] / long[1]
+    assert report["texts"] > 0
+    thresholds = [system.confidence_threshold for system in read_systems(systems, str(EMBEDDED_TARGET))]
+    assert thresholds == [0, 0.9, 0]
+
+
 @pytest.mark.parametrize(
     "recipe, systems",
     [
@@ -297,6 +314,7 @@ COMMAND = ["--output", "{output}", "--target", str(EMBEDDED_TARGET), "--data", "
         ([*COMMAND, "--systems", "target", "Drafter:/nowhere"], "systems: found no folder '/nowhere'"),
         ([*COMMAND, "--systems", "target", f"Drafter:{EMBEDDED_TARGET}:3"], "found a target ('deepseek_v4')"),
         ([*COMMAND, "--systems", "target", f"Drafter:{EMBEDDED_DRAFTER}:0"], "wanted at least 1 draft a round"),
+        ([*COMMAND, "--systems", "target", f"Drafter:{EMBEDDED_DRAFTER}:6:1.0"], "wanted a confidence of at least 0"),
         ([*COMMAND, "--systems", "target", f"Drafter:{EMBEDDED_DRAFTER}:7"], "found 7, wanted 1 to 6"),
         ([*COMMAND, "--systems", "target", "--temperatures", "0", "0"], "temperatures: found [0.0, 0.0]"),
         (
